@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from jpaged.answers.definitions import Tool
-from jpaged.chat.prompt import RenderOptions, chat_prompt, template_text, template_variables
+from jpaged.chat.prompt import RenderOptions, chat_prompt, log_unread, template_text, template_variables
 from jpaged.chat.turn import ChatTurn, chat_turn
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
@@ -18,6 +18,7 @@ from jpaged.serving.request_schema import ChatMessage, ChatRequest, MessageToolC
 from jpaged.text.encoder import TokenLimit
 
 MAX_KWARG_CHARACTERS = 1_000
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables of templates that only switch reasoning on and off
 TEMPLATE_WRITES_SPECIAL = "the chat template writes the special tokens already: leave it out"
 MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_content", "refusal")
 
@@ -77,7 +78,7 @@ def rendered(
     options = RenderOptions(
         add_generation_prompt=add_generation_prompt if asked is None else asked,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=_checked_kwargs(server, body.chat_template_kwargs),
+        chat_template_kwargs=_checked_kwargs(server, tokenizer, body.chat_template_kwargs),
     )
     messages = messages_of(body.messages or [])
     prompt = chat_prompt(
@@ -129,24 +130,38 @@ def _call(where: str, call: MessageToolCall) -> dict[str, Any]:
 
 def _template_kwargs(server: Server, tokenizer: Any, body: ChatRequest, has_tools: bool) -> dict[str, Any]:
     """Return the template variables that the request sets. Raises RequestError for one that it may not set."""
-    given = _checked_kwargs(server, body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        read = template_variables(template_text(tokenizer, server.chat.chat_template, with_tools=has_tools))
-        _set(given, "reasoning_effort", body.reasoning_effort, *_effort(body.reasoning_effort, read))
-    if body.verbosity is not None:
-        read = template_variables(template_text(tokenizer, server.chat.chat_template, with_tools=has_tools))
+    given = _checked_kwargs(server, tokenizer, body.chat_template_kwargs)
+    effort, verbosity = body.reasoning_effort, body.verbosity
+    if effort is None and verbosity is None:
+        return given
+    template = template_text(tokenizer, server.chat.chat_template, with_tools=has_tools)
+    read = template_variables(template)
+    if effort is not None:
+        variable = next((name for name in ("reasoning_effort", *THINKING_SWITCHES) if name in read), None)
+        if variable is None:
+            log_unread(template, "reasoning_effort")
+        else:
+            value = effort != "none" if variable in THINKING_SWITCHES else effort
+            _set(given, "reasoning_effort", effort, variable, value)
+    if verbosity is not None:
         if "verbosity" in read:
-            _set(given, "verbosity", body.verbosity, "verbosity", body.verbosity)
-        elif body.verbosity != "medium":
-            accepted = "the model's chat template does not use it: leave it out, or send medium"
-            raise RequestError("verbosity", body.verbosity, accepted)
+            _set(given, "verbosity", verbosity, "verbosity", verbosity)
+        elif verbosity != "medium":
+            log_unread(template, "verbosity")
     return given
 
 
-def _checked_kwargs(server: Server, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = dict(kwargs or {})
+def _checked_kwargs(server: Server, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the request's template variables. A name that no template reads does no harm: `chat_prompt` drops it.
+
+    Raises RequestError for a variable that requests may not set, and for a long value.
+    """
+    given, read = dict(kwargs or {}), frozenset[str]()
+    if given:
+        texts = [template_text(tokenizer, server.chat.chat_template, with_tools=tools) for tools in (False, True)]
+        read = read.union(*map(template_variables, texts))
     for name, value in given.items():
-        if name not in server.template_kwargs:
+        if name in read and name not in server.template_kwargs:
             names = ", ".join(server.template_kwargs) or "none"
             accepted = f"requests may set {names} (see --chat-template-kwargs)"
             raise RequestError(f"chat_template_kwargs.{name}", value, accepted)
@@ -161,18 +176,3 @@ def _set(given: dict[str, Any], field: str, sent: str, name: str, value: Any) ->
     if given.setdefault(name, value) != value:
         accepted = f"chat_template_kwargs says {name}={given[name]!r}: give one of them"
         raise RequestError(field, sent, accepted)
-
-
-def _effort(effort: str, read: frozenset[str]) -> tuple[str, Any]:
-    """Return the template variable that reasoning_effort sets, and its value.
-
-    It is `reasoning_effort`, or a variable that only switches reasoning on and off. Raises RequestError if the template
-    reads neither.
-    """
-    if "reasoning_effort" in read:
-        return "reasoning_effort", effort
-    for name in ("enable_thinking", "thinking"):
-        if name in read:
-            return name, effort != "none"
-    accepted = "the model's chat template does not use it: leave it out"
-    raise RequestError("reasoning_effort", effort, accepted)

@@ -2,6 +2,8 @@
 
 import bisect
 import dataclasses
+import functools
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping
@@ -24,6 +26,8 @@ from jpaged.serving.request_context import current, engine_request_id
 from jpaged.serving.request_schema import SAMPLING_FIELDS, GenerationRequest
 from jpaged.serving.response_schema import CachedTokens, ChatCompletionChunk, Completion, Usage
 from jpaged.version import __version__
+
+logger = logging.getLogger("jpaged.serving")
 
 Padded = TypeVar("Padded", Completion, ChatCompletionChunk)
 PADDING = 64  # bytes
@@ -134,6 +138,8 @@ def sampling_params(
     if request.use_beam_search:
         # A beam search has no repetition penalty. The model's default must not refuse it: the client did not send it.
         given.setdefault("repetition_penalty", 1.0)
+    if request.vllm_xargs:
+        _log_unused("vllm_xargs")
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
     if request.stream and request.prompt_logprobs is not None:
@@ -278,6 +284,12 @@ def _usage(finals: dict[int, RequestOutput], completion: int) -> Usage:
     prompt = sum(len(final.prompt_token_ids) for final in finals.values())
     cached = sum(final.num_cached_tokens for final in finals.values())
     return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+
+
+@functools.cache
+def _log_unused(name: str) -> None:
+    """Log once that a field has no effect."""
+    logger.warning("%s has no effect on this server (logged once)", name)
 
 
 def _token_id(key: str) -> int:

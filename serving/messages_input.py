@@ -70,7 +70,7 @@ def chat_request(server: Server, body: CountTokensRequest) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences
-        for name in ("stream", "temperature", "top_k", "top_p", "cache_salt", "priority"):
+        for name in ("stream", "temperature", "top_k", "top_p", "cache_salt", "priority", "vllm_xargs"):
             setattr(chat, name, getattr(body, name))
     return chat
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from jpaged.params.sampling import MAX_STOP_STRINGS
-from jpaged.serving.request_schema import Int, Label, Long, Short, SizeLimits, TemplateKwargs
+from jpaged.serving.request_schema import ExtraArguments, Int, Label, Long, Short, SizeLimits, TemplateKwargs
 from jpaged.serving.responses_schema import MAX_ITEM_VALUES
 
 
@@ -71,7 +71,7 @@ class CountTokensRequest(SizeLimits, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """Body of POST /v1/messages. `cache_salt` and `priority` are vLLM's, as in the other generating routes."""
+    """Body of POST /v1/messages. `cache_salt`, `priority` and `vllm_xargs` are vLLM's, as in the other routes."""
 
     max_tokens: Int
     metadata: MessageMetadata | None = None
@@ -83,6 +83,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None  # there is one tier, which both values accept
     cache_salt: Label | None = None
     priority: Int | None = None
+    vllm_xargs: ExtraArguments | None = None
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = CountTokensRequest.NEUTRAL | {
         "container": (),
@@ -91,7 +92,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         "watermarking": (False,),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
-        "vllm_xargs": ({},),
     }
 
 
@@ -110,6 +110,13 @@ class ThinkingBlock(msgspec.Struct, kw_only=True):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
+
+
+class RedactedThinkingBlock(msgspec.Struct, kw_only=True):
+    """Encrypted thinking of another server's answer. The model cannot read it, so it is dropped."""
+
+    type: Literal["redacted_thinking"]
+    data: str
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True):
@@ -136,7 +143,8 @@ class ToolResultBlock(msgspec.Struct, kw_only=True):
 TEXT_ONLY: dict[str, type[TextBlock]] = {"text": TextBlock}
 USER_BLOCKS: dict[str, type[msgspec.Struct]] = {"text": TextBlock, "tool_result": ToolResultBlock}
 ASSISTANT_BLOCKS: dict[str, type[msgspec.Struct]] = {
-    "text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock,
+    "text": TextBlock, "thinking": ThinkingBlock, "redacted_thinking": RedactedThinkingBlock,
+    "tool_use": ToolUseBlock,
 }  # fmt: skip
 
 

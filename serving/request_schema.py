@@ -25,6 +25,7 @@ Short = Annotated[list[T], Meta(max_length=1_024)]
 Long = Annotated[list[T], Meta(max_length=16_384)]
 Many = Annotated[list[T], Meta(max_length=MAX_TOKEN_IDS)]
 Processors = Annotated[dict[str, Annotated[dict[str, float], Meta(max_length=128)]], Meta(max_length=128)]
+ExtraArguments = Annotated[dict[str, Any], Meta(max_length=128)]
 TemplateKwargs = Annotated[dict[str, str | Int | float | bool | None], Meta(max_length=128)]
 
 # Fields passed to SamplingParams under the same name. SamplingParams checks them.
@@ -89,7 +90,7 @@ class SizeLimits(msgspec.Struct):
     # Fields that hold any JSON, with the most bytes they may have. The engine accepts 64 KiB of a schema by default.
     MAX_BYTES: ClassVar[dict[str, int]] = {
         "response_format": 2**20, "structured_outputs": 2**20, "tools": 8 * 2**20, "documents": 8 * 2**20,
-        "prediction": 8 * 2**20, "functions": 8 * 2**20,
+        "prediction": 8 * 2**20, "functions": 8 * 2**20, "vllm_xargs": 2**16,
     }  # fmt: skip
 
 
@@ -146,6 +147,7 @@ class GenerationRequest(SizeLimits, kw_only=True):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     session_id: Label | None = None
+    vllm_xargs: ExtraArguments | None = None  # arguments of vLLM's plugins: without effect, logged once
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "prompt_cache_retention": ("in_memory", "in-memory"),
@@ -156,7 +158,6 @@ class GenerationRequest(SizeLimits, kw_only=True):
         "watermarking": (False,),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
-        "vllm_xargs": ({},),
     }
 
 
@@ -213,7 +214,8 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation. Unknown fields, also of its parts and calls, are ignored: see `ignored_fields`."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    # system, developer, user, assistant, tool, function, or a role that the chat template knows
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | Long[TextPart] | None = None
     name: str | None = None
     tool_calls: Short[MessageToolCall] | None = None

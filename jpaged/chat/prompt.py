@@ -19,9 +19,9 @@ from jpaged.text.encoder import TokenLimit, text_encoder
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"role": "user", "content": "Hello."}'
 RENDER_SECONDS = 2.0  # of processor time; a conversation of 1 MB takes milliseconds
+MAX_LOGGED_NAME = 100  # characters
 CALL_EXAMPLE = '{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}'
 
 
@@ -97,11 +97,13 @@ def chat_prompt(
 
     messages: dicts with `role` and `content`. The role "developer" is OpenAI's newer name for "system". A message of
         the assistant may have `tool_calls` and `reasoning`. A tool's result has the role "tool" and a `tool_call_id`.
+        The template decides about other roles.
     chat_template: Jinja, or the name of one of the tokenizer's templates. None: the tokenizer's own.
     limit: tokens that the caller needs. A prompt with more is an error, or is returned in part.
 
     Raises RequestError for messages that the template rejects, or does not render in RENDER_SECONDS. Raises it also for
-    tools, documents and variables that the template does not read, because the model would never see them.
+    tools and documents that the template does not read, because the model would never see them. Other variables that
+    the template does not read are logged once and dropped.
     """
     options = options or RenderOptions()
     if not messages:
@@ -120,9 +122,11 @@ def chat_prompt(
     from jinja2.exceptions import TemplateError
 
     try:
-        _check_read(tokenizer, template_variables(template), tools, options)
+        read = template_variables(template)
+        _check_read(read, tools, options.documents)
+        variables = _variables(tokenizer, template, read, options.chat_template_kwargs)
         with time_limit(RENDER_SECONDS):
-            text = _apply_template(tokenizer, checked, chat_template, tools, options)
+            text = _apply_template(tokenizer, checked, chat_template, tools, options, variables)
     except TimeLimitError:
         accepted = (
             f"the chat template takes more than {RENDER_SECONDS:g} s to render them: send fewer or shorter messages. A "
@@ -164,8 +168,9 @@ def _apply_template(
     chat_template: str | None,
     tools: Sequence[Tool],
     options: RenderOptions,
+    variables: Mapping[str, Any],
 ) -> str:
-    """Render checked messages. Raises whatever the template raises."""
+    """Render checked messages. Raises whatever the template raises. variables: checked chat_template_kwargs."""
     return tokenizer.apply_chat_template(
         messages,
         chat_template=chat_template,
@@ -174,7 +179,7 @@ def _apply_template(
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
         tokenize=False,
-        **(options.chat_template_kwargs or {}),
+        **variables,
     )
 
 
@@ -188,16 +193,18 @@ def _warn_of_second_bos(template: str) -> None:
     )
 
 
-def _check_read(
-    tokenizer: Any,
-    read: frozenset[str],
-    tools: Sequence[Tool],
-    options: RenderOptions,
-) -> None:
-    """Raise RequestError for tools, documents and variables that the template does not read.
+@functools.lru_cache(maxsize=64)
+def log_unread(template: str, name: str) -> None:
+    """Log that a template does not read a variable, once per template and variable."""
+    logger.warning(
+        "%s has no effect: the model's chat template does not read it (logged once)", name[:MAX_LOGGED_NAME]
+    )
 
-    read: variables of the template.
-    """
+
+def _check_read(
+    read: frozenset[str], tools: Sequence[Tool], documents: Sequence[Mapping[str, str]] | None
+) -> None:
+    """Raise RequestError for tools and documents that the template does not read. read: variables of the template."""
     if tools and "tools" not in read:
         raise RequestError(
             "tools",
@@ -205,25 +212,37 @@ def _check_read(
             "the model's chat template does not read tools, so the model would not see them: leave them out, use a "
             "model trained to call tools, or start with --chat-template FILE",
         )
-    if options.documents:
+    if documents:
         if "documents" not in read:
             accepted = "the model's chat template does not read documents: write them into a message"
-            raise RequestError("documents", f"{len(options.documents)} documents", accepted)
-        for i, document in enumerate(options.documents):
+            raise RequestError("documents", f"{len(documents)} documents", accepted)
+        for i, document in enumerate(documents):
             if not isinstance(document, Mapping) or not all(isinstance(text, str) for text in document.values()):
                 accepted = 'must be a dict of strings, like {"title": "...", "text": "..."}'
                 raise RequestError(f"documents[{i}]", document, accepted)
-    if not options.chat_template_kwargs:
-        return
-    if not isinstance(options.chat_template_kwargs, Mapping):
+
+
+def _variables(
+    tokenizer: Any, template: str, read: frozenset[str], kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the chat_template_kwargs that the template reads, and log the others. read: variables of the template.
+
+    Raises RequestError for a name that the caller may not set.
+    """
+    if not kwargs:
+        return {}
+    if not isinstance(kwargs, Mapping):
         accepted = 'must be a mapping from variables to values, like {"enable_thinking": False}'
-        raise RequestError("chat_template_kwargs", options.chat_template_kwargs, accepted)
+        raise RequestError("chat_template_kwargs", kwargs, accepted)
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     reserved |= {name for name in read if name.endswith("_token")}  # such as bos_token: the tokenizer sets them
-    for name, value in options.chat_template_kwargs.items():
-        if name not in read or name in reserved:
+    for name, value in kwargs.items():
+        if name in reserved:
             names = ", ".join(sorted(read - reserved)) or "no variable that can be set"
             raise RequestError(f"chat_template_kwargs.{name}", value, f"the model's chat template reads {names}")
+        if name not in read:
+            log_unread(template, f"chat_template_kwargs.{name}")
+    return {name: value for name, value in kwargs.items() if name in read}
 
 
 def _as_list(messages: Any) -> Sequence[Any]:
@@ -233,12 +252,12 @@ def _as_list(messages: Any) -> Sequence[Any]:
 
 
 def _checked(name: str, message: Any) -> dict[str, Any]:
-    """Check a message and convert it for templates: a known role, one text, and arguments of calls as objects."""
+    """Check a message and convert it for templates: a role, one text, and arguments of calls as objects."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise RequestError(name, message, f"must be a dict with role and content, like {EXAMPLE}")
     role = message["role"]
-    if role not in ROLES:
-        raise RequestError(f"{name}.role", role, f"must be one of {', '.join(ROLES)}")
+    if not role or not isinstance(role, str):
+        raise RequestError(f"{name}.role", role, "must be a string such as system, user, assistant or tool")
     made = {key: value for key, value in message.items() if value is not None}
     made["role"] = "system" if role == "developer" else role
     calls = made.pop("tool_calls", None)

@@ -105,7 +105,7 @@ def test_tool_choice_forces_or_forbids_a_call(llm, runner, tokenizer):
         ({"reasoning_tags": ("<a>", "<a>")}, "reasoning_tags"),
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [{"name": "now"}]}, "tools[0]"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"messages": True}}, "chat_template_kwargs.messages"),
         ({"tool_call_parser": "qwen9"}, "tool_call_parser"),
         ({"reasoning_parser": "qwen9"}, "reasoning_parser"),
         ({"continue_final_message": True}, "continue_final_message"),

@@ -40,7 +40,7 @@ def test_developer_is_system_and_text_parts_are_one_text(tokenizer):
         ([USER, "hi"], "messages[1]"),
         ([{"content": "hi"}], "messages[0]"),
         ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "wizard", "content": "hi"}], "messages[0].role"),
+        ([{"role": 3, "content": "hi"}], "messages[0].role"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0]"),
     ],
@@ -181,7 +181,6 @@ def test_answers_that_clients_send_back(byte_tokenizer, fields, text):
         ({"tools": TOOLS, "chat_template": "{{ messages }}"}, "tools"),
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"documents": [{"text": 3}], "chat_template": "{{ documents }}"}, "documents[0]"),
-        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
         ({"chat_template_kwargs": {"tokenize": False}, "chat_template": "{{ tokenize }}"},
@@ -193,6 +192,22 @@ def test_input_that_the_template_does_not_read_raises(byte_tokenizer, options, p
     with pytest.raises(RequestError) as caught:
         rendered(byte_tokenizer, [USER], **options)
     assert caught.value.parameter == parameter
+
+
+def test_a_variable_that_the_template_does_not_read_is_logged_once(byte_tokenizer, caplog):
+    for _ in range(2):
+        text = rendered(byte_tokenizer, [USER], chat_template_kwargs={"colour": "red"})
+    assert text == rendered(byte_tokenizer, [USER])
+    logged = "chat_template_kwargs.colour has no effect: the model's chat template does not read it (logged once)"
+    assert caplog.messages == [logged]
+
+
+def test_the_template_decides_about_roles(byte_tokenizer):
+    message = {"role": "critic", "content": "Why?"}
+    assert "<|im_start|>critic\nWhy?<|im_end|>" in rendered(byte_tokenizer, [message])
+    picky = "{% if messages[0].role != 'user' %}{{ raise_exception('no ' + messages[0].role) }}{% endif %}"
+    with pytest.raises(RequestError, match="rejects them: no critic"):
+        rendered(byte_tokenizer, [message], chat_template=picky)
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,35 @@
 import httpx
 import pytest
 
+from jpaged.serving import generation
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 PATHS = {
     "/v1/completions": {"prompt": "ab", "max_tokens": 2},
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/embeddings": {"input": "ab"},
+    "/v1/responses": {"input": "ab", "max_output_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
 }
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 CHAT = ("/v1/chat/completions",)
+REST = (*GENERATING, "/v1/embeddings")
 HARMLESS = [
     (GENERATING, {"store": False}),
-    (GENERATING, {"vllm_xargs": {}}),
+    ((*GENERATING, "/v1/responses"), {"vllm_xargs": {"a": [1, "b"]}}),
     (GENERATING, {"kv_transfer_params": {}, "logprob_token_ids": [], "watermarking": False, "session_id": "s"}),
     (GENERATING, {"return_token_offsets": False, "return_weight_versions": False, "routed_experts_prompt_start": 0}),
     (GENERATING, {"prompt_cache_retention": "in_memory", "service_tier": "auto"}),
     (GENERATING, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": False}}),
-    (PATHS, {"request_id": "mine-1"}),
-    (PATHS, {"add_special_tokens": True}),
+    (REST, {"request_id": "mine-1"}),
+    (REST, {"add_special_tokens": True}),
     (CHAT, {"add_special_tokens": False}),
-    (CHAT, {"verbosity": "medium"}),
+    (CHAT, {"verbosity": "low"}),
+    (CHAT, {"reasoning_effort": "high"}),
+    (("/v1/messages",), {"output_config": {"effort": "high"}, "vllm_xargs": {"a": 1}}),
+    (("/v1/responses",), {"reasoning": {"effort": "high"}, "text": {"verbosity": "low"}}),
+    ((*CHAT, "/v1/responses", "/v1/messages"), {"chat_template_kwargs": {"preserve_thinking": True}}),
+    (CHAT, {"messages": [*MESSAGES, {"role": "critic", "content": "Why?"}]}),
     (CHAT, {"functions": [], "function_call": "auto"}),
     (CHAT, {"tools": [], "functions": [], "function_call": "none"}),
     (("/v1/completions",), {"suffix": ""}),
@@ -31,7 +41,6 @@ HARMLESS = [
 ASKING = [
     (GENERATING, {"store": True}, "store"),
     (GENERATING, {"store": 0}, "store"),
-    (GENERATING, {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
     (GENERATING, {"watermarking": True}, "watermarking"),
     (GENERATING, {"logprob_token_ids": [3]}, "logprob_token_ids"),
     (GENERATING, {"return_token_offsets": True}, "return_token_offsets"),
@@ -39,8 +48,7 @@ ASKING = [
     (GENERATING, {"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     (("/v1/completions",), {"suffix": "x"}, "suffix"),
     (GENERATING, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
-    (PATHS, {"request_id": "x" * 300}, "request_id"),
-    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (REST, {"request_id": "x" * 300}, "request_id"),
     (CHAT, {"prediction": "a guess"}, "prediction"),
 ]  # fmt: skip
 
@@ -57,6 +65,13 @@ def test_a_field_that_asks_for_more_is_refused_by_name(url, paths, fields, param
     for path in paths:
         answer = httpx.post(url + path, json=PATHS[path] | fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_a_field_without_effect_is_logged_once(url, caplog):
+    generation._log_unused.cache_clear()
+    for _ in range(2):
+        httpx.post(f"{url}/v1/completions", json=PATHS["/v1/completions"] | {"vllm_xargs": {"a": 1}})
+    assert caplog.messages.count("vllm_xargs has no effect on this server (logged once)") == 1
 
 
 def test_special_tokens_that_the_chat_template_writes_already(url, engine, monkeypatch):

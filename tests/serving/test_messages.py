@@ -170,7 +170,8 @@ def test_a_conversation_of_blocks(url, engine):
     create(url, tools=TOOLS, system=[{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}], messages=[
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "T", "signature": "x"}, {"type": "text", "text": "I look."},
+            {"type": "redacted_thinking", "data": "x"}, {"type": "thinking", "thinking": "T", "signature": "x"},
+            {"type": "text", "text": "I look."},
             {"type": "tool_use", "id": "call_1", "name": "find", "input": {"q": "a"}},
             {"type": "tool_use", "id": "call_2", "name": "sum", "input": {}},
         ]},
@@ -302,7 +303,7 @@ def test_unknown_fields_of_a_history_are_ignored(url, engine):
         {"type": "image", "source": {"type": "url", "url": "http://x"}}]}]}),
     ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
     ("messages[0].content[0].type", {"messages": [{"role": "assistant", "content": [
-        {"type": "redacted_thinking", "data": "x"}]}]}),
+        {"type": "server_tool_use", "id": "x"}]}]}),
     ("max_tokens", {"max_tokens": None}), ("max_tokens", {"max_tokens": 0}), ("temperature", {"temperature": -1}),
     ("container", {"container": "c"}), ("mcp_servers", {"mcp_servers": [{"url": "http://x"}]}),
     ("stop_sequences", {"stop_sequences": [""]}), ("thinking.type", {"thinking": {"type": "x"}}),

@@ -200,7 +200,6 @@ def test_a_named_call_ends_with_stop():
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content"),
         ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs.tools"),
-        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
         ({"chat_template_kwargs": {"enable_thinking": {"a": 1}}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": "x" * 1_001}}, "chat_template_kwargs.enable_thinking"),
         ({"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}, "reasoning_effort"),
@@ -276,9 +275,11 @@ def test_template_variables_that_a_request_may_set(url, client, engine):
         assert engine.tokenizer.seen_options["enable_thinking"] is expected
     client.chat.completions.create(**CHAT, max_tokens=1, extra_body={"chat_template_kwargs": {"enable_thinking": 512}})
     assert repr(engine.tokenizer.seen_options["enable_thinking"]) == "512"  # and not 512.0
-    engine.tokenizer.chat_template += "{{ reasoning_effort }}"
+    engine.tokenizer.chat_template += "{{ reasoning_effort }}{{ secret }}"
     client.chat.completions.create(**CHAT, max_tokens=1, reasoning_effort="low")
     assert engine.tokenizer.seen_options["reasoning_effort"] == "low"
+    with pytest.raises(openai.BadRequestError, match="requests may set enable_thinking, thinking, reasoning_effort"):
+        client.chat.completions.create(**CHAT, extra_body={"chat_template_kwargs": {"secret": "x"}})
     extra = {"documents": [{"title": "a", "text": "b"}], "add_generation_prompt": False, "continue_final_message": True}
     client.chat.completions.create(**CHAT, max_tokens=1, extra_body=extra)
     assert extra.items() <= engine.tokenizer.seen_options.items()
