@@ -17,7 +17,7 @@ from jpaged.serving import response_schema as answers
 from jpaged.serving import responses_objects as responses
 from jpaged.serving.messages_schema import CountTokensRequest, MessagesRequest
 from jpaged.serving.request_schema import SizeLimits
-from jpaged.serving.responses_schema import ResponsesRequest
+from jpaged.serving.responses_schema import InputTokensRequest, ResponsesRequest
 from jpaged.snapshot import EngineSnapshot
 from jpaged.version import __version__
 
@@ -87,6 +87,10 @@ _PAUSE = {"mode": _MODE, "clear_cache": {"type": "boolean", "default": True}}
 _SLEEP = {"level": {"enum": [0, 1], "default": 1}, "mode": _MODE}
 _WAKE_UP = {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}}
 _RESET = {"reset_running_requests": {"type": "boolean", "default": False}}
+_RETRIEVE = {"stream": {"type": "boolean", "default": False}, "starting_after": {"type": "integer", "minimum": 0}}
+_RESPONSE_EVENTS = (
+    responses.ResponseEvent, responses.ItemEvent, responses.PartEvent, responses.DeltaEvent, responses.DoneEvent,
+)  # fmt: skip
 _INPUT_ITEMS = {
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
@@ -116,12 +120,11 @@ OPERATIONS = {
     "/tokenize": Operation(pooling.TokenizeRequest, answers.TokenList),
     "/tokenizer_info": Operation(response=answers.TokenizerInfo),
     "/detokenize": Operation(pooling.DetokenizeRequest, answers.DetokenizedText),
-    "/v1/responses": Operation(
-        ResponsesRequest,
-        responses.ResponseObject,
-        (responses.ResponseEvent, responses.ItemEvent, responses.PartEvent, responses.DeltaEvent, responses.DoneEvent),
+    "/v1/responses": Operation(ResponsesRequest, responses.ResponseObject, _RESPONSE_EVENTS),
+    "/v1/responses/input_tokens": Operation(InputTokensRequest, responses.InputTokenCount),
+    "/v1/responses/{response_id}": Operation(
+        response=responses.ResponseObject, events=_RESPONSE_EVENTS, query=_RETRIEVE
     ),
-    "/v1/responses/{response_id}": Operation(response=responses.ResponseObject),
     "delete /v1/responses/{response_id}": Operation(response=responses.DeletedResponse),
     "/v1/responses/{response_id}/cancel": Operation(response=responses.ResponseObject),
     "/v1/responses/{response_id}/input_items": Operation(response=responses.InputItemList, query=_INPUT_ITEMS),

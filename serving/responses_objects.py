@@ -130,6 +130,13 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | None
 
 
+class InputTokenCount(msgspec.Struct):
+    """Response of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class DeletedResponse(msgspec.Struct):
     """Response of DELETE /v1/responses/{id}."""
 
@@ -156,9 +163,18 @@ class Event(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(Event, kw_only=True):
-    """response.created, in_progress, completed, incomplete and failed. response: an encoded `ResponseObject`."""
+    """response.created, queued, in_progress, completed, incomplete and failed. response: a `ResponseObject` as JSON."""
 
     response: Raw
+
+
+class ErrorEvent(Event, kw_only=True):
+    """error: the stream ends, and its response may go on."""
+
+    type: str = "error"
+    code: str | None
+    message: str
+    param: str | None = None
 
 
 class ItemEvent(Event, kw_only=True):

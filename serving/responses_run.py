@@ -44,18 +44,21 @@ class ResponseRun:
     encoded: bytes | None = None
 
     async def events(self, on_admitted: Callable[[], None] | None = None) -> AsyncGenerator[Event, None]:
-        """Generate the response, and yield the events of its stream.
+        """Generate the response, and yield the events of its stream. In the background, it is `queued` first.
 
         on_admitted: called when the engine's queue has accepted the request.
         """
         progress = generation.Progress()
         started = False
+        if self.shown.background:
+            for name in ("created", "queued"):
+                yield self._event(name, msgspec.json.encode(self.shown))
         async with aclosing(self.chat.updates(self.shown.id, progress, on_admitted=on_admitted)) as updates:
             async for new in updates:
                 if not started:
                     started = True
                     self.shown.status = "in_progress"
-                    for name in ("created", "in_progress"):
+                    for name in ("in_progress",) if self.shown.background else ("created", "in_progress"):
                         yield self._event(name, msgspec.json.encode(self.shown))
                 end = _status(new.finish_reason) if new.finish_reason else None
                 for event in self.output.feed(new, end):
@@ -85,7 +88,7 @@ class ResponseRun:
     def stored(self) -> StoredResponse:
         """Return the response as it is stored."""
         encoded = self.encoded or msgspec.json.encode(self.shown)
-        return StoredResponse(encoded, self.conversation, self.shown.status, self.shown.background)
+        return StoredResponse(encoded, self.conversation, self.shown.status)
 
     async def _finish(self, progress: generation.Progress) -> None:
         shown, counted = self.shown, progress.usage()

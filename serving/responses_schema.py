@@ -72,6 +72,10 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     }
 
 
+class InputTokensRequest(ResponsesRequest, kw_only=True):
+    """Body of POST /v1/responses/input_tokens. Fields that do not change the prompt have no effect."""
+
+
 # Fields of the other generating routes, with what to send here.
 ELSEWHERE = {
     "n": "a response has one answer: leave it out",
@@ -104,8 +108,6 @@ def check_fields(body: ResponsesRequest) -> None:
     for name in options.__struct_fields__ if options is not None else ():
         if getattr(options, name):
             raise RequestError(f"stream_options.{name}", True, "is not supported here: leave it out")
-    if body.background and body.stream:
-        raise RequestError("stream", True, "does not go with background=true: poll GET /v1/responses/ID instead")
     if body.background and body.store is False:
         raise RequestError("store", False, "a response that runs in the background is stored: leave it out")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from http import HTTPStatus
 from typing import Any
 
@@ -16,25 +16,68 @@ MAX_RESPONSES = 16_384  # an entry takes about 1 KiB besides its JSON: 16 MiB fo
 MAX_RUNNING = 256  # responses in the background: the default number of rows of an engine
 
 
+class EventLog:
+    """The events of a response in the background, encoded. Streams read them while it runs, and after it has ended."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._changed = asyncio.Event()  # set, and replaced, when an event comes or the log ends
+        self._ended = False
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def add(self, event: bytes) -> None:
+        """Append an event."""
+        self._events.append(event)
+        self.num_bytes += len(event)
+        self._wake()
+
+    def end(self) -> None:
+        """End the log, and all streams that read it."""
+        self._ended = True
+        self._wake()
+
+    def has_more(self, start: int) -> bool:
+        """Return False if there will be no event with the sequence number `start`, or a later one."""
+        return start < len(self._events) or not self._ended
+
+    async def events(self, start: int = 0) -> AsyncGenerator[bytes, None]:
+        """Yield the events from the sequence number `start` on, until the log ends."""
+        while self.has_more(start):
+            if start < len(self._events):
+                yield self._events[start]
+                start += 1
+            else:
+                await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
 @dataclasses.dataclass(slots=True)
 class StoredResponse:
     """A response as JSON.
 
     response:     the object that clients retrieve.
     conversation: a list of all input items, those of earlier responses included.
+    events:       of a response in the background; None for others.
     task:         generates the response in the background; None if there is none, or it has ended.
     """
 
     response: bytes
     conversation: bytes
     status: str
-    background: bool = False
+    events: EventLog | None = None
     task: asyncio.Task[None] | None = None
 
     @property
     def size(self) -> int:
         """Number of bytes."""
-        return len(self.response) + len(self.conversation)
+        events = 0 if self.events is None else self.events.num_bytes
+        return len(self.response) + len(self.conversation) + events
 
 
 @dataclasses.dataclass(slots=True)

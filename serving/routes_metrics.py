@@ -19,6 +19,6 @@ async def metrics(request: Request) -> Response:
 
 def metrics_app(server_metrics: ServerMetrics) -> Starlette:
     """Make an application that has the metrics and nothing else, for `--metrics-port`. It requires no key."""
-    app = Starlette(routes=[Route("/metrics", metrics)])
+    app = Starlette(routes=[Route("/metrics", metrics), Route("/metrics/", metrics)])
     app.state.metrics = server_metrics
     return app

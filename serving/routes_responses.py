@@ -18,8 +18,10 @@ from jpaged.serving import generation
 from jpaged.serving.auth import OWNER
 from jpaged.serving.body import read_body
 from jpaged.serving.chat_run import prepare
+from jpaged.serving.chat_tools import tools_of
+from jpaged.serving.chat_turns import turn_of
 from jpaged.serving.disconnect import until_disconnect
-from jpaged.serving.error_responses import APIError
+from jpaged.serving.error_responses import APIError, error_body
 from jpaged.serving.generation import Server
 from jpaged.serving.responses_input import (
     RENAMES,
@@ -30,17 +32,20 @@ from jpaged.serving.responses_input import (
 )
 from jpaged.serving.responses_objects import (
     DeletedResponse,
+    ErrorEvent,
     Event,
     InputItemList,
+    InputTokenCount,
     ResponseObject,
 )
 from jpaged.serving.responses_output import ResponseOutput
 from jpaged.serving.responses_run import ResponseRun
-from jpaged.serving.responses_schema import ResponsesRequest, check_fields
-from jpaged.serving.responses_store import ResponseStore, StoredResponse
+from jpaged.serving.responses_schema import InputTokensRequest, ResponsesRequest, check_fields
+from jpaged.serving.responses_store import EventLog, ResponseStore, StoredResponse
 from jpaged.serving.sse import Framing, open_stream, typed_event
 from jpaged.serving.typed_items import renamed
 
+MAX_DIGITS = 10  # of a sequence number in a query
 MAX_PAGE = 100  # input items, as in OpenAI's API
 ADMITTED_SECONDS = 1.0  # a request in the background waits this long, at most, for the engine's queue
 LOGPROBS = "message.output_text.logprobs"
@@ -58,7 +63,7 @@ async def create(request: Request) -> Response:
     with renamed(RENAMES):
         run = await run_in_threadpool(_prepared, server, body, model, earlier)
         if body.background:
-            return await _start(store, owner, run)
+            return await _start(request, store, owner, run, stream=bool(body.stream))
         if body.stream:
             kept = store if body.store is not False else None
             framing = Framing(typed_event, lambda error: _failed(run, kept, owner, error), b"")
@@ -70,9 +75,38 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """Return a stored response."""
-    _refuse_query(request, {"stream": "poll without it", "starting_after": "poll without it"})
-    return _json(_found(request).response)
+    """Return a stored response. stream=true: the events of one in the background, those after `starting_after`."""
+    _refuse_include(request)
+    query = request.query_params
+    stream, after = query.get("stream", "false"), query.get("starting_after")
+    if stream not in ("true", "false"):
+        raise RequestError("stream", stream, "must be true or false")
+    if after is not None and stream == "false":
+        raise RequestError("starting_after", after, "only goes with stream=true")
+    if after is not None and not (after.isascii() and after.isdecimal() and len(after) < MAX_DIGITS):
+        raise RequestError("starting_after", after, "must be the sequence_number of an event")
+    stored = _found(request)
+    if stream == "false":
+        return _json(stored.response)
+    if stored.events is None:
+        accepted = "only responses that were made with background=true keep their events: retrieve it without stream"
+        raise RequestError("stream", True, accepted)
+    return await _replay(request, stored.events, 0 if after is None else int(after) + 1)
+
+
+async def count_input(request: Request) -> Response:
+    """Count the tokens of a request's prompt, without running it."""
+    server: Server = request.app.state.server
+    body = await read_body(request, InputTokensRequest)
+    server.model_name(body.model)
+    check_fields(body)
+    earlier = _earlier(request.app.state.responses, request.scope.get(OWNER, b""), body.previous_response_id)
+    length = int(request.headers.get("content-length") or 2**24)  # of the body: about that of its texts
+    length += 0 if earlier is None else earlier.size
+    with renamed(RENAMES):
+        work = server.tokenising.run(length, lambda _: _num_input_tokens(server, body, earlier))
+        count = await until_disconnect(request.receive, work)
+    return _json(msgspec.json.encode(InputTokenCount(count)))
 
 
 async def delete(request: Request) -> Response:
@@ -87,7 +121,7 @@ async def cancel(request: Request) -> Response:
     """Cancel a response that runs in the background. One that has ended stays as it is."""
     store: ResponseStore = request.app.state.responses
     stored = _found(request)
-    if not stored.background:
+    if stored.events is None:
         accepted = "only a response that was made with background=true can be cancelled: close the connection"
         raise RequestError("response_id", request.path_params["response_id"], accepted)
     await store.cancel(stored)
@@ -96,7 +130,7 @@ async def cancel(request: Request) -> Response:
 
 async def list_input(request: Request) -> Response:
     """Return a page of the input items of a stored response, those of earlier responses included."""
-    _refuse_query(request, {})
+    _refuse_include(request)
     query = request.query_params
     after, order, limit = query.get("after"), query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
@@ -110,6 +144,7 @@ async def list_input(request: Request) -> Response:
 
 ROUTES = [
     Route("/v1/responses", create, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input, methods=["POST"]),
     Route("/v1/responses/{response_id}", retrieve),
     Route("/v1/responses/{response_id}", delete, methods=["DELETE"]),
     Route("/v1/responses/{response_id}/cancel", cancel, methods=["POST"]),
@@ -133,10 +168,7 @@ def _earlier(store: ResponseStore, owner: bytes, response_id: str | None) -> Sto
 
 def _prepared(server: Server, body: ResponsesRequest, model: str, earlier: StoredResponse | None) -> ResponseRun:
     """Do the work that grows with the body and the conversation: runs in a thread. Raises RequestError."""
-    before: list[dict[str, Any]] = []
-    if earlier is not None:
-        before = msgspec.json.decode(earlier.conversation) + msgspec.json.decode(earlier.response)["output"]
-    items = before + input_items(body)
+    items = _conversation(body, earlier)
     top = (body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in (body.include or ()) else None
     chat = chat_request(body, items)
     run = prepare(server, chat, logprobs=top, drop_oldest=body.truncation == "auto")
@@ -173,6 +205,19 @@ def _prepared(server: Server, body: ResponsesRequest, model: str, earlier: Store
     return ResponseRun(run, shown, msgspec.json.encode(items), output)
 
 
+def _conversation(body: ResponsesRequest, earlier: StoredResponse | None) -> list[dict[str, Any]]:
+    """Return all items of the prompt. earlier: the response that the request continues."""
+    before: list[dict[str, Any]] = []
+    if earlier is not None:
+        before = msgspec.json.decode(earlier.conversation) + msgspec.json.decode(earlier.response)["output"]
+    return before + input_items(body)
+
+
+def _num_input_tokens(server: Server, body: ResponsesRequest, earlier: StoredResponse | None) -> int:
+    chat = chat_request(body, _conversation(body, earlier))
+    return len(turn_of(server, chat, tools_of(chat), None).prompt["prompt_token_ids"])
+
+
 async def _streamed(run: ResponseRun, store: ResponseStore | None, owner: bytes) -> AsyncGenerator[Event, None]:
     """Yield the events of a response, and store it before the last one."""
     with renamed(RENAMES):
@@ -193,21 +238,38 @@ def _failed(run: ResponseRun, store: ResponseStore | None, owner: bytes, error: 
     return typed_event(failed)
 
 
-async def _start(store: ResponseStore, owner: bytes, run: ResponseRun) -> Response:
-    """Start a response in the background, and return it with the status `queued`.
+async def _start(
+    request: Request, store: ResponseStore, owner: bytes, run: ResponseRun, *, stream: bool
+) -> Response:
+    """Start a response in the background, and return it with the status `queued`. stream: return its events.
 
     Raises the error of a request that the engine refuses, such as CapacityError for a full queue. A request may wait
     longer than `ADMITTED_SECONDS` for its grammar or for programs. Then it is returned, and shows its error later.
     """
     queued = run.stored()
-    first = queued.response
+    first, queued.events = queued.response, EventLog()
     admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     store.start(owner, run.shown.id, queued, _in_background(store, owner, run, queued, admitted))
     await asyncio.wait({admitted}, timeout=ADMITTED_SECONDS)
     if admitted.done():
         admitted.result()
     admitted.cancel()
-    return _json(first)
+    return await _replay(request, queued.events, 0) if stream else _json(first)
+
+
+async def _replay(request: Request, log: EventLog, start: int) -> Response:
+    """Return the stream of a response in the background, from the sequence number `start` on."""
+    if not log.has_more(start):
+        return Response(b"", media_type="text/event-stream")
+    framing = Framing(lambda encoded: encoded, lambda error: _error_event(error, log), b"")
+    return await open_stream(request.receive, log.events(start), framing)
+
+
+def _error_event(error: Exception, log: EventLog) -> bytes:
+    """Encode the last event of a stream that ends before its response does."""
+    details = error_body(error)[1]["error"]
+    code, message = details["code"], details["message"]
+    return typed_event(ErrorEvent(code=code, message=message, param=details["param"], sequence_number=len(log)))
 
 
 async def _in_background(
@@ -219,21 +281,26 @@ async def _in_background(
         if not admitted.done():
             admitted.set_result(None)
 
+    log = stored.events
+    assert log is not None
     try:
         with renamed(RENAMES):
             async with aclosing(run.events(on_admitted)) as events:
                 async for event in events:
+                    log.add(typed_event(event))
                     if event.type == "response.in_progress":
                         stored.response, stored.status = msgspec.json.encode(run.shown), run.shown.status
     except asyncio.CancelledError:
-        run.end("cancelled")
+        run.end("cancelled")  # OpenAI's API has no event for it
     except Exception as error:
         if not admitted.done():
+            log.end()
             store.forget(owner, run.shown.id)
             admitted.set_exception(error)
             return
-        run.end("failed", error)
+        log.add(typed_event(run.end("failed", error)))
     on_admitted()
+    log.end()
     ended = run.stored()
     stored.response, stored.status = ended.response, ended.status
     store.put(owner, run.shown.id, stored)
@@ -244,14 +311,11 @@ def _found(request: Request) -> StoredResponse:
     return store.get(request.scope.get(OWNER, b""), request.path_params["response_id"])
 
 
-def _refuse_query(request: Request, names: dict[str, str]) -> None:
-    """Refuse query parameters that are not supported. names: those parameters, with what to do instead."""
+def _refuse_include(request: Request) -> None:
+    """Raise RequestError for a query parameter `include`."""
     for name in ("include", "include[]"):
         if name in request.query_params:
             raise RequestError(name, request.query_params[name], "send it when the response is made: leave it out")
-    for name, instead in names.items():
-        if request.query_params.get(name, "false") != "false":
-            raise RequestError(name, request.query_params[name], f"is not supported here: {instead}")
 
 
 def _page(conversation: bytes, after: str | None, limit: int, ascending: bool) -> InputItemList:

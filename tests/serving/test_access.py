@@ -105,6 +105,17 @@ def test_a_proxy_prefix_changes_nothing_about_keys(host, engine):
         assert WEB.get(url + path, headers=API).status_code == 404
 
 
+def test_a_slash_at_the_end_of_a_path(host, engine):
+    url = serve(host, engine, AppOptions(("talk",), ("look",)))
+    assert WEB.get(f"{url}/health/").status_code == 200
+    for path, headers in (("/metrics/", API), ("/v1/models/", API), ("/admin/status/", ADMIN)):
+        assert WEB.get(url + path).status_code == 401
+        begins = [WEB.get(one, headers=headers).content[:20] for one in (url + path, url + path[:-1])]
+        assert begins[0] == begins[1] != b""
+    assert WEB.get(f"{url}/health//").status_code == 401
+    assert "<html" in WEB.get(f"{url}/ui/").text
+
+
 def test_an_application_that_is_mounted_needs_the_same_keys(host, engine):
     """Starlette and Ray Serve leave the prefix in the path, and name it in the scope."""
     url = serve(host, engine, AppOptions(("talk",), ("look",)))

@@ -50,10 +50,14 @@ def create(url: str, **body) -> Response:
 
 def stream(url: str, **body) -> list:
     """Return the events of a stream. Each has its name, and the numbers have no gaps."""
-    response = post(url, "/v1/responses", {"model": "echo", "input": "hi", "stream": True} | body)
+    return events_of(post(url, "/v1/responses", {"model": "echo", "input": "hi", "stream": True} | body))
+
+
+def events_of(response: httpx.Response, first: int = 0) -> list:
+    """Return the events of a response. first: the number of the first one."""
     assert response.status_code == 200, response.text
     made = []
-    for number, block in enumerate(response.text.split("\n\n")[:-1]):
+    for number, block in enumerate(response.text.split("\n\n")[:-1], first):
         name, data = block.split("\n")
         event = strict(EVENTS[json.loads(data[6:])["type"]], data[6:])
         assert name == f"event: {event.type}"
@@ -270,6 +274,44 @@ def test_background(url, engine, client):
     wait_for(lambda: not engine.running)
 
 
+def test_the_stream_of_a_response_in_the_background(url, engine):
+    """It goes on without its connection, and can be read again from any event on."""
+    engine.says, engine.step_seconds = "Hello.", 0.02
+    with httpx.stream("POST", f"{url}/v1/responses", json={"input": "hi", "stream": True, "background": True}) as left:
+        lines = left.iter_lines()
+        first = next(lines)
+        made = json.loads(next(lines).removeprefix("data: "))["response"]["id"]
+    assert first == "event: response.created"
+    running = events_of(httpx.get(f"{url}/v1/responses/{made}?stream=true"))
+    assert [event.type.removeprefix("response.") for event in running[:3]] == ["created", "queued", "in_progress"]
+    assert (running[-1].type, running[-1].response.output_text) == ("response.completed", "Hello.")
+    again = events_of(httpx.get(f"{url}/v1/responses/{made}?stream=true&starting_after=3"), 4)
+    assert again == running[4:]
+    last = running[-1].sequence_number
+    assert httpx.get(f"{url}/v1/responses/{made}?stream=true&starting_after={last}").text == ""
+    for query, name in (("starting_after=1", "starting_after"), ("stream=true&starting_after=-1", "starting_after"),
+                        ("stream=1", "stream")):  # fmt: skip
+        answer = httpx.get(f"{url}/v1/responses/{made}?{query}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    engine.says = "Hello." * 100
+    cancelled = create(url, background=True).id
+    with httpx.stream("GET", f"{url}/v1/responses/{cancelled}?stream=true") as running:
+        lines = running.iter_lines()
+        next(lines)
+        httpx.post(f"{url}/v1/responses/{cancelled}/cancel")
+        list(lines)  # the stream ends
+
+
+def test_input_tokens(url, engine, client):
+    engine.says = "Hello."
+    made = create(url, instructions="Be short.")
+    counted = client.responses.input_tokens.count(model="echo", input="hi", instructions="Be short.")
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+    longer = client.responses.input_tokens.count(input="x" * 5000, previous_response_id=made.id)
+    assert longer.input_tokens > 5000 > engine.max_model_len
+    assert post(url, "/v1/responses/input_tokens", {"input": []}).json()["error"]["param"] == "input"
+
+
 def test_a_full_queue_refuses_a_response_in_the_background_at_once(url, engine, host):
     engine.says, engine.full = "Hello.", True
     refused = post(url, "/v1/responses", {"input": "hi", "background": True})
@@ -326,6 +368,16 @@ def test_the_stopping_server_ends_a_stream_with_its_typed_event(engine, formats)
     assert json.loads(store.get(b"", event.response.id).response)["status"] == "failed"
 
 
+def test_the_stopping_server_ends_the_stream_of_a_response_in_the_background(engine, formats):
+    engine.says, engine.step_seconds = "Hello.", 0.05
+    app = create_app(Server(engine=engine, model_names=("echo",), chat=formats))
+    sent = until_stopped(app, "/v1/responses", {"input": "hi", "stream": True, "background": True}, 2)
+    name, data = sent[-1]["body"].decode().strip().split("\n")
+    event = strict(EVENTS["error"], data.removeprefix("data: "))
+    assert (name, event.code) == ("event: error", "stopping")
+    assert event.sequence_number == len(sent) - 2
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_leaves_aborts_its_request(url, engine, streamed):
     engine.step_seconds = 0.1
@@ -366,7 +418,6 @@ def test_a_response_belongs_to_its_key(engine, formats, host):
     ("input[1].call_id", {"input": [
         {"role": "user", "content": "a"}, {"type": "function_call_output", "output": "x"}]}),
     ("include[0]", {"include": ["file_search_call.results"]}),
-    ("stream", {"stream": True, "background": True}),
     ("store", {"store": False, "background": True}),
     ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": True}}),
     ("n", {"n": 2}), ("max_tokens", {"max_tokens": 5}), ("request_id", {"request_id": "mine"}),
