@@ -118,8 +118,15 @@ class _Families:
             "engine": self._labels["engine"],
             "block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks),
             "num_cpu_blocks": str(stats.host_slots), "enable_prefix_caching": str(figures.enable_prefix_caching),
+            "kv_cache_size_tokens": str(figures.kv_tokens),
+            "kv_cache_max_concurrency": str(figures.kv_tokens / figures.max_model_len),
         }  # fmt: skip
         yield _info("vllm:cache_config_info", "Sizes of the KV cache, as labels.", info)
+        asleep = figures.asleep
+        states = {"awake": not asleep, "weights_offloaded": "weights" in asleep, "discard_all": False}
+        yield self._gauges(
+            "vllm:engine_sleep_state", "1 for the state of the engine; awake 0: it sleeps.", "sleep_state", states
+        )
 
     def _vllm_counters(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         stats = figures.stats

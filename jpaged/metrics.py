@@ -174,4 +174,7 @@ class EngineMetricsSnapshot:
     rejected_requests: int              # requests refused because of max_queued_requests
     rejected_tokens: int                # requests refused because of max_queued_tokens
     enable_prefix_caching: bool
+    kv_tokens: int                      # tokens that the KV pool can hold, of requests of max_model_len
+    max_model_len: int
+    asleep: frozenset[str]              # what `sleep` has freed: "weights", "kv_cache"; empty if the engine is awake
     prefix_hit_requests: int = 0        # ended requests that found a part of their prompt in the prefix cache

@@ -92,6 +92,7 @@ class Engine:
         self._steps = StepLog()
         self._metrics = None if options.disable_log_stats else EngineMetrics(runner.max_model_len, self._phases)
         self.seeds = random.Random(options.seed) if seeds is None else seeds
+        self._asleep: frozenset[str] = frozenset()  # as in `EngineMetricsSnapshot`
         self._num_arrived = 0
         self._idle_turns = 0  # in a row: without a step to dispatch or to collect
         self._replace_state(SchedulerCounters())
@@ -301,7 +302,9 @@ class Engine:
         if self._metrics is None:
             return None
         caching = self.options.enable_prefix_caching
-        return self._metrics.snapshot(self.scheduler, self.runner, self._counters, enable_prefix_caching=caching)
+        return self._metrics.snapshot(
+            self.scheduler, self.runner, self._counters, enable_prefix_caching=caching, asleep=self._asleep
+        )
 
     def reset_stats(self) -> None:
         """Set counters and peaks to their start values. `compiles_after_ready` is the runner's and continues."""
@@ -347,10 +350,13 @@ class Engine:
         """
         self.reset_prefix_cache(reset_running_requests=True)
         self.runner.release()
+        self._asleep = frozenset(("weights", "kv_cache"))
 
     def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Allocate again what `sleep` freed. Raises EngineError if the memory is not free: the engine sleeps on."""
         self.runner.restore(weights=weights, kv_cache=kv_cache)
+        self._asleep -= {"weights"} if weights else set()
+        self._asleep -= {"kv_cache"} if kv_cache else set()
 
     def set_params(self, params: Any) -> None:
         """Use other weights of the same shapes from the next step on. Running requests continue with them."""

@@ -128,11 +128,13 @@ class EngineMetrics:
             setattr(self._phases, field.name, 0.0)
 
     def snapshot(
-        self, scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters, *, enable_prefix_caching: bool
-    ) -> EngineMetricsSnapshot:
-        """All figures at this moment."""
+        self, scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters, *, enable_prefix_caching: bool,
+        asleep: frozenset[str],
+    ) -> EngineMetricsSnapshot:  # fmt: skip
+        """All figures at this moment. asleep: as in `EngineMetricsSnapshot`."""
         manager, events = scheduler.manager, scheduler.counters
         allocated = manager.num_held * manager.block_size
+        longest = -(-runner.max_model_len // manager.block_size) * manager.block_size
         return EngineMetricsSnapshot(
             stats=collect_stats(scheduler, runner, counters),
             requests=self._requests.copy(),
@@ -147,5 +149,8 @@ class EngineMetrics:
             rejected_requests=events.rejected_requests,
             rejected_tokens=events.rejected_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            kv_tokens=manager.pool.num_blocks * longest // manager.max_blocks(longest),
+            max_model_len=runner.max_model_len,
+            asleep=asleep,
             prefix_hit_requests=self._prefix_hit_requests,
         )

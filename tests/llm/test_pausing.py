@@ -65,6 +65,12 @@ async def stands_still(engine: AsyncLLM) -> None:
     await engine.check_health()
 
 
+def sleep_states(engine: AsyncLLM) -> dict[str, float]:
+    """Return vLLM's metric of the engine's sleep by state."""
+    found = [metric for metric in engine.get_metrics() if metric.name == "vllm:engine_sleep_state"]
+    return {metric.labels["sleep_state"]: metric.value for metric in found}
+
+
 @pytest.mark.parametrize("freed", [False, True])
 def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
     async def main() -> None:
@@ -80,12 +86,15 @@ def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
         if freed:
             with pytest.raises(RequestError, match="wake it up"):
                 await engine.resume_generation()
+            assert sleep_states(engine) == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
             await engine.wake_up(["weights"])
             assert await engine.is_sleeping()
+            assert sleep_states(engine) == {"awake": 0, "weights_offloaded": 0, "discard_all": 0}
             await engine.wake_up(["kv_cache"])
         else:
             await engine.resume_generation()
         assert not await engine.is_paused()
+        assert sleep_states(engine) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
         for i, answer in enumerate(await asyncio.gather(*tasks)):
             assert answer.token_ids == alone([i, i + 1, 7], 60, 97)
         assert (await late).token_ids == alone([50, 51], 4, 97)

@@ -29,7 +29,7 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0
 VLLM = {
     "gauge": (
         "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
-        "cache_config_info",
+        "cache_config_info", "engine_sleep_state",
     ),
     "counter": (
         "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached", "generation_tokens",
@@ -83,6 +83,10 @@ def test_values_after_one_request(base):
     assert samples["vllm:request_params_n_bucket", own[0], ("le", "2.0"), own[1]] == 1
     assert samples["jpaged:programs", own[0], own[1], ("state", "ready")] == 3
     assert samples["jpaged:steps_total", *own] >= 5
+    [info] = [dict(labels) for name, *labels in samples if name == "vllm:cache_config_info"]
+    tokens = int(info["num_gpu_blocks"]) * int(info["block_size"])
+    assert int(info["kv_cache_size_tokens"]) == tokens
+    assert float(info["kv_cache_max_concurrency"]) == tokens / FakeRunner().max_model_len
 
 
 def test_openmetrics_when_asked(base):
