@@ -70,6 +70,11 @@ class EngineArguments(TypedDict, total=False):
     disable_log_stats: bool
     logits_processors: Sequence[Any]
 
+    # vLLM's names of max_queued_requests, max_queued_tokens and swap_space.
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+    kv_offloading_size: float | None
+
     # Options of vLLM that jpaged does not have yet. Only values that ask for nothing are accepted.
     distributed_executor_backend: Any
     cpu_offload_gb: Any
@@ -91,4 +96,5 @@ class EngineArguments(TypedDict, total=False):
     async_scheduling: Any
     compilation_config: Any
     kv_transfer_config: Any
+    kv_offloading_backend: Any
     num_scheduler_steps: Any

@@ -1,4 +1,5 @@
-"""Flags of vLLM that jpaged does not have: dropped where they ask for nothing, otherwise refused by name.
+"""Flags of vLLM that jpaged has under another name, or does not have: those are dropped where they ask for nothing,
+otherwise refused by name.
 
 `frontend/engine_options.py` does the same for options in Python.
 """
@@ -7,7 +8,7 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged.frontend.engine_options import NOT_YET, is_neutral
+from jpaged.frontend.engine_options import ALIASES, NOT_YET, is_neutral
 
 COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "plan")  # those with engine options
 QUANTIZATION = "quantization"  # an option that jpaged has; its value may be the word None, and -q is its short form
@@ -23,7 +24,7 @@ SERVE: dict[str, tuple[Any, ...]] = {
 
 
 def without_neutral(args: Sequence[str]) -> list[str]:
-    """Return a command line without the flags of vLLM that ask for nothing.
+    """Return a command line with jpaged's names of flags, and without the flags of vLLM that ask for nothing.
 
     Raises RequestError for a flag of vLLM that asks for something, since jpaged does not do it.
     """
@@ -40,6 +41,9 @@ def without_neutral(args: Sequence[str]) -> list[str]:
         if name == QUANTIZATION and (equals or flags):
             word = given if equals else flags.pop(0)
             kept += [] if _value(word) is None else [f"--{QUANTIZATION}", word]
+            continue
+        if name in ALIASES and not negated:
+            kept.append(f"--{ALIASES[name].replace('_', '-')}{equals}{given}")
             continue
         if name not in known:
             long = f"--{name.replace('_', '-')}" if flag in SHORT else flag

@@ -39,7 +39,13 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
     "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
     "async_scheduling": (True, False, None), "compilation_config": (None, {}),
-    "kv_transfer_config": (None,), "num_scheduler_steps": (1,),
+    "kv_transfer_config": (None,), "kv_offloading_backend": ("native", None), "num_scheduler_steps": (1,),
+}  # fmt: skip
+
+# vLLM's names of options that jpaged has under another name.
+ALIASES = {
+    "max_num_queued_reqs": "max_queued_requests", "max_num_queued_tokens": "max_queued_tokens",
+    "kv_offloading_size": "swap_space",
 }  # fmt: skip
 
 
@@ -49,7 +55,7 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
     model: the model's name; anything but a string stands for live arrays.
     Raises RequestError for an unknown option, or for a value of the wrong type or out of range.
     """
-    options = _without_task(options)
+    options = _without_aliases(_without_task(options))
     options = {name: value for name, value in options.items() if not is_neutral(name, value)}
     _check_names(options)
     if isinstance(model, str) and not model:
@@ -72,6 +78,19 @@ def _without_task(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("runner", "auto") not in ("auto", "pooling"):
         raise RequestError("task", options["task"], "goes with runner='pooling'")
     return {name: value for name, value in options.items() if name != "task"} | {"runner": "pooling"}
+
+
+def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace vLLM's names of options. None stands for jpaged's default. Raises RequestError for both names of one."""
+    made = {name: value for name, value in options.items() if name not in ALIASES}
+    for alias, name in ALIASES.items():
+        value = options.get(alias)
+        if value is None:
+            continue
+        if name in options:
+            raise RequestError(alias, value, f"is vLLM's name for {name}, which is given as well: leave one out")
+        made[name] = value
+    return made
 
 
 def is_neutral(name: str, value: object, not_yet: Mapping[str, tuple[Any, ...]] = NOT_YET) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from jpaged import LLM, cli
 from jpaged.cli.other_engines import without_neutral
 from jpaged.errors import RequestError
+from jpaged.frontend.engine_options import engine_config
 
 ACCEPTED = [
     ["--num-scheduler-steps", "1"], ["--num-scheduler-steps=1"], ["--enforce-eager"],
@@ -50,6 +51,17 @@ def test_flags_of_the_server():
 def test_words_after_two_dashes_and_other_commands_are_kept():
     for line in (["generate", "demo", "--", "--enforce-eager"], ["convert", "demo", "--enforce-eager"], []):
         assert without_neutral(line) == line
+
+
+def test_names_of_flags_that_jpaged_has():
+    asked = ["--max-num-queued-reqs", "8", "--max-num-queued-tokens=100", "--kv-offloading-size", "0.5"]
+    ours = ["--max-queued-requests", "8", "--max-queued-tokens=100", "--swap-space", "0.5"]
+    asked += ["--kv-offloading-backend", "native"]
+    assert cli.parse(["serve", "demo", *asked]) == cli.parse(["serve", "demo", *ours])
+    config = engine_config("demo", {"max_num_queued_reqs": 8, "max_num_queued_tokens": None, "kv_offloading_size": 0.5})
+    assert (config.max_queued_requests, config.max_queued_tokens, config.swap_space) == (8, None, 0.5)
+    with pytest.raises(RequestError, match="vLLM's name for swap_space"):
+        engine_config("demo", {"swap_space": 1, "kv_offloading_size": 1})
 
 
 def test_python_agrees():

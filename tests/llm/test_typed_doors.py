@@ -19,7 +19,7 @@ from jpaged.cli.config_file import with_config_file
 from jpaged.cli.numbers import with_whole_numbers
 from jpaged.config import EngineConfig
 from jpaged.engine_arguments import EngineArguments
-from jpaged.frontend.engine_options import NOT_YET, engine_config
+from jpaged.frontend.engine_options import ALIASES, NOT_YET, engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
 from jpaged.loading.hub import find_model
 from jpaged.metric_families import Counter, Gauge, Histogram
@@ -33,7 +33,7 @@ def test_typed_options_are_those_of_the_engine():
     """A type checker knows each option, with the type that EngineConfig has."""
     typed, hints = typing.get_type_hints(EngineArguments), typing.get_type_hints(EngineConfig)
     del hints["model"]
-    assert set(typed) == set(hints) | set(NOT_YET) | {"logits_processors"}
+    assert set(typed) == set(hints) | set(NOT_YET) | set(ALIASES) | {"logits_processors"}
     for name, hint in hints.items():
         assert typed[name] == (Sequence[int] | None if hint == tuple[int, ...] | None else hint), name
 
