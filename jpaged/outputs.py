@@ -15,6 +15,10 @@ class Logprob:
     decoded_token: str | None = None  # None without detokenisation; an incomplete character is U+FFFD
     token_bytes: bytes | None = None  # the token's exact bytes; None if the tokenizer does not provide them
 
+    def without_rank(self) -> "Logprob":
+        """Return the same log-probability, of a token whose rank is not known."""
+        return dataclasses.replace(self, rank=None)
+
 
 @dataclasses.dataclass(slots=True)
 class CompletionOutput:

@@ -138,6 +138,10 @@ def sampling_params(
     if request.use_beam_search:
         # A beam search has no repetition penalty. The model's default must not refuse it: the client did not send it.
         given.setdefault("repetition_penalty", 1.0)
+    if request.logprob_token_ids:
+        if logprobs is None:
+            raise RequestError("logprob_token_ids", request.logprob_token_ids, "needs logprobs: ask for them as well")
+        logprobs = None  # as many as there are ids
     if request.vllm_xargs:
         _log_unused("vllm_xargs")
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY

@@ -59,6 +59,7 @@ SAMPLING_FIELDS = (
     "truncate_prompt_tokens",
     "truncation_side",
     "prompt_logprobs",
+    "logprob_token_ids",
     "stream_interval",
     "thinking_token_budget",
     "repetition_detection",
@@ -139,6 +140,7 @@ class GenerationRequest(SizeLimits, kw_only=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     echo: bool | None = None
     prompt_logprobs: Int | None = None
+    logprob_token_ids: Short[Int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # Labels for the client's bookkeeping, without effect on the answer.
@@ -151,7 +153,6 @@ class GenerationRequest(SizeLimits, kw_only=True):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "prompt_cache_retention": ("in_memory", "in-memory"),
-        "logprob_token_ids": ([],),
         "return_token_offsets": (False,),
         "return_weight_versions": (False,),
         "routed_experts_prompt_start": (0,),
@@ -273,6 +274,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     prediction: dict[str, Any] | None = None  # a hint for speed, without effect on the answer
+
+    @property
+    def shown_logprobs(self) -> int:
+        """Number of `top_logprobs` of a token in the answer: with `logprob_token_ids`, those and the token's own."""
+        return len(self.logprob_token_ids) + 1 if self.logprob_token_ids else self.top_logprobs or 0
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
         "modalities": (["text"],),

@@ -98,7 +98,7 @@ async def _whole(server: Server, body: ChatRequest, outputs: Outputs, answers: C
         )
         if output.logprobs is not None and body.logprobs and output.token_ids:
             choice.logprobs = await chat_logprob_pieces(
-                output.token_ids, output.logprobs, body.top_logprobs or 0,
+                output.token_ids, output.logprobs, body.shown_logprobs,
                 as_ids=bool(body.return_tokens_as_token_ids),
             )  # fmt: skip
         if body.return_token_ids:
@@ -147,7 +147,7 @@ def _part(body: ChatRequest, new: Update, answers: ChatAnswers) -> ChatChunkChoi
     logprobs = None
     if new.logprobs is not None and body.logprobs and new.token_ids:
         logprobs = chat_logprobs(
-            new.token_ids, new.logprobs, body.top_logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids)
+            new.token_ids, new.logprobs, body.shown_logprobs, as_ids=bool(body.return_tokens_as_token_ids)
         )
     delta = answers.delta(new)
     shown = body.return_token_ids and new.token_ids

@@ -201,6 +201,8 @@ def _prepared(server: Server, body: ResponsesRequest, model: str, earlier: Store
         truncation=body.truncation or "disabled",
         user=body.user,
     )
+    if top is not None and body.logprob_token_ids:
+        top = len(body.logprob_token_ids) + 1  # those, and the token's own
     output = ResponseOutput(run.turn.reader, reasoning=body.include_reasoning is not False, top=top)
     return ResponseRun(run, shown, msgspec.json.encode(items), output)
 

@@ -42,8 +42,10 @@ class SamplingExtras:
         """
         self._counts = params.has_penalties
         self._bias = None
-        if params.logit_bias:
-            ids, values = zip(*params.logit_bias.items(), strict=True)
+        self._scored = params.logprob_token_ids or ()
+        bias = [*((token_id, 0.0) for token_id in self._scored), *(params.logit_bias or {}).items()]
+        if bias:
+            ids, values = zip(*bias, strict=True)
             self._bias = np.array(ids, np.int32), np.array(values, np.float32)
         self._always = np.ones(vocab_size, bool)
         if params.allowed_token_ids is not None:
@@ -84,6 +86,7 @@ class SamplingExtras:
             prompt_len=request.prompt_len,
             bias_ids=None if self._bias is None else self._bias[0],
             bias=None if self._bias is None else self._bias[1],
+            scores_bias_ids=bool(self._scored),
             mask=self.mask(request.token_ids, request.num_output_tokens) if self.masks else None,
             custom=self._custom,
         )

@@ -69,6 +69,8 @@ class RowExtras:
     prompt_len: int = 0                  #             prompt tokens among them
     bias_ids: np.ndarray | None = None   # int32[B]    B <= sampling_params.MAX_LOGIT_BIAS
     bias: np.ndarray | None = None       # float32[B]  added to the logits of bias_ids
+    # Return the log-probabilities of the first `max_logprobs` bias_ids, in place of those of the most likely ids.
+    scores_bias_ids: bool = False
     mask: np.ndarray | None = None       # uint32[W]   ids that may be sampled; see `mask_words`
     custom: np.ndarray | None = None     # float32[P]  parameters of all custom processors, in their order
 
@@ -186,7 +188,8 @@ class StepResult:
     # Only from SamplerVariant.FULL, else None. Natural logarithms of the model's own distribution, in float32.
     logprobs: np.ndarray | None = None      # float32[R]     of the sampled token
     ranks: np.ndarray | None = None         # int32[R]       of the sampled token; 1 = most likely
-    top_ids: np.ndarray | None = None       # int32[R, K]    most likely first; K = max_logprobs
+    # int32[R, K]    most likely first, or ids of `RowExtras.scores_bias_ids`; K = max_logprobs
+    top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None  # float32[R, K]
     scores: "Scores | None" = None          #                of the plan's `scored`
     # Only if the model pools: the last token's hidden state after the final norm, or a classifier's scores.

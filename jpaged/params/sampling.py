@@ -22,6 +22,7 @@ MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # number of strings, characters of one 
 NOT_WITH_BEAMS = (
     "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
     "bad_words", "min_tokens", "logits_processors", "thinking_token_budget", "repetition_detection",
+    "logprob_token_ids",
 )  # fmt: skip
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
@@ -40,8 +41,6 @@ class RequestOutputKind(enum.Enum):
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_token_ids": (),
     "prompt_logprob_start": (),
-    "logprob_token_ids": (),
-    "flat_logprobs": (),
     "watermarking": (False,),
     "skip_clone": (),
     "output_text_buffer_length": (),
@@ -157,6 +156,14 @@ class SamplingParams:
     """For each generated token, return its log-probability and those of the `logprobs` most likely tokens. From 0 to
     the engine's `max_logprobs`. None returns none."""
 
+    logprob_token_ids: Sequence[int] | None = None
+    """For each generated token, return its log-probability and those of these ids, in place of those of the most likely
+    ones. At most as many as the engine's `max_logprobs`. `logprobs` must be None or their number. Stored as a tuple."""
+
+    flat_logprobs: bool = False
+    """Accepted, without effect: log-probabilities are a list of dicts. vLLM has a flat container with the same
+    interface."""
+
     prompt_logprobs: int | None = None
     """For each prompt token except the first, return its log-probability and rank, and those of the `prompt_logprobs`
     most likely tokens. From 0 to the engine's `max_logprobs`. None returns none. They are computed from unchanged
@@ -208,8 +215,6 @@ class SamplingParams:
     # Not built yet: only the default, or an equivalent value (NOT_BUILT), is accepted.
     prompt_logprob_token_ids: Any = None
     prompt_logprob_start: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
-    flat_logprobs: bool = False
     watermarking: bool | None = None
     skip_clone: bool = False
     output_text_buffer_length: int = 0
@@ -259,6 +264,7 @@ class SamplingParams:
         integer("min_tokens", low=0, high=most, accepted=f"an integer from 0 to max_tokens ({most})")
         self._check_ids()
         self._check_processors()
+        self._check_logprob_ids()
         if self.logprobs is not None:
             integer("logprobs", low=0, accepted="an integer from 0 to the engine's max_logprobs, or None")
         if self.prompt_logprobs is not None:
@@ -337,7 +343,7 @@ class SamplingParams:
         """True if sampling needs state that has no column in the request table (see `SamplingExtras`)."""
         others = (
             self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.logits_processors,
-            self.structured_outputs,
+            self.structured_outputs, self.logprob_token_ids,
         )  # fmt: skip
         return self.has_penalties or any(others) or self.thinking_token_budget is not None
 
@@ -373,6 +379,24 @@ class SamplingParams:
                 if not isinstance(word, str) or not word or len(word) > MAX_BAD_WORD:
                     raise RequestError("bad_words", word, f"must be strings of 1 to {MAX_BAD_WORD} characters")
             object.__setattr__(self, "bad_words", tuple(self.bad_words) or None)
+
+    def _check_logprob_ids(self) -> None:
+        """Check `logprob_token_ids` and `flat_logprobs`, and set `logprobs` to the number of ids."""
+        self._boolean("flat_logprobs")
+        object.__setattr__(self, "flat_logprobs", False)
+        if self.logprob_token_ids is None:
+            return
+        self._token_ids("logprob_token_ids")
+        ids: tuple[int, ...] = tuple(dict.fromkeys(self.logprob_token_ids))
+        object.__setattr__(self, "logprob_token_ids", ids or None)
+        most = MAX_LOGIT_BIAS - len(self.logit_bias or ())
+        if len(ids) > most:
+            raise RequestError("logprob_token_ids", f"{len(ids):,} ids", f"at most {most:,}, together with logit_bias")
+        if ids and self.logprobs not in (None, len(ids)):
+            accepted = f"must be {len(ids)}, the number of logprob_token_ids: leave it out"
+            raise RequestError("logprobs", self.logprobs, accepted)
+        if ids:
+            object.__setattr__(self, "logprobs", len(ids))
 
     def _check_processors(self) -> None:
         given = self.logits_processors

@@ -175,7 +175,10 @@ def sample_tokens(
         beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
         is_beam = beam_temperature > 0
         reported = jnp.where(is_beam, work / jnp.where(is_beam, beam_temperature, 1.0), reported)
-        return _describe(reported, token_ids, is_beam | options.normalises, options)
+        top = likeliest(reported, options.num_logprobs)
+        if extras is not None:
+            top = _top_or_asked(reported, top, fields, extras)
+        return _describe(reported, token_ids, is_beam | options.normalises, top, options)
 
     def without_logprobs() -> Sampled:
         shapes = jax.eval_shape(with_logprobs)
@@ -199,19 +202,23 @@ def describe_tokens(
 ) -> Sampled:
     """Log-probabilities of given tokens, from the model's own logits: for prompt log-probabilities."""
     normalised = jnp.full((len(token_ids), 1), options.normalises)
-    return _describe(logits, token_ids, normalised, options)
+    return _describe(logits, token_ids, normalised, likeliest(logits, options.num_logprobs), options)
 
 
 def _describe(
     logits: Float[Array, "rows vocab"],
     token_ids: Int[Array, " rows"],
     normalised: Bool[Array, "rows 1"],
+    top: tuple[Float[Array, "rows count"], Int[Array, "rows count"]],
     options: SamplerOptions,
 ) -> Sampled:
-    """Values of the tokens and of the most likely ids. normalised: log-probabilities instead of logits."""
+    """Values of the tokens, and of the ids in `top`. normalised: log-probabilities instead of logits.
+
+    top: logits and ids of the most likely ids, or of those that a request names.
+    """
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     normaliser = jnp.where(normalised, _logsumexp(logits, fixed=options.fixed_sums), 0.0)
-    top_logits, top_ids = likeliest(logits, options.num_logprobs)
+    top_logits, top_ids = top
     return Sampled(
         token_ids,
         logprobs=(chosen - normaliser)[:, 0],
@@ -219,6 +226,28 @@ def _describe(
         top_ids=top_ids,
         top_logprobs=top_logits - normaliser,
     )
+
+
+def _top_or_asked(
+    logits: Float[Array, "rows vocab"],
+    top: tuple[Float[Array, "rows count"], Int[Array, "rows count"]],
+    fields: Int[Array, "rows num_fields"],
+    extras: SamplingState,
+) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+    """Replace the most likely ids and their logits by the first `bias_ids` in rows with `Flag.BIAS_SCORES`."""
+    asked = ((fields[:, Field.FLAGS] & Flag.BIAS_SCORES) > 0)[:, None]
+    width = min(top[1].shape[1], extras.bias_ids.shape[1])
+
+    def replaced() -> tuple[Array, Array]:
+        ids = extras.bias_ids[:, :width]
+        values = jnp.take_along_axis(logits, ids, axis=1, mode="clip")  # ids past the vocabulary are padding
+        logits_of, ids_of = (
+            old.at[:, :width].set(jnp.where(asked, new, old[:, :width]))
+            for old, new in zip(top, (values, ids), strict=True)
+        )
+        return logits_of, ids_of
+
+    return lax.cond(jnp.any(asked), replaced, lambda: top)
 
 
 def _logsumexp(x: Float[Array, "rows vocab"], *, fixed: bool) -> Float[Array, "rows 1"]:

@@ -59,6 +59,7 @@ class Flag(enum.IntFlag):
     BIAS = 2
     MASK = 4
     LOGPROBS = 8  # the row wants log-probabilities
+    BIAS_SCORES = 16  # those of its first `bias_ids`, in place of those of the most likely ids
 
 
 @flax.struct.dataclass
@@ -206,5 +207,6 @@ def _flags(extras: RowExtras | None) -> Flag:
     if extras is not None:
         flags |= Flag.COUNTS if extras.token_ids is not None else flags
         flags |= Flag.BIAS if extras.bias is not None else flags
+        flags |= Flag.BIAS_SCORES if extras.scores_bias_ids else flags
         flags |= Flag.MASK if extras.mask is not None else flags
     return flags

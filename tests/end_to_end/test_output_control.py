@@ -256,6 +256,25 @@ def test_a_bad_word_may_be_a_line_break(llm: LLM):
     assert line_break not in single.outputs[0].token_ids
 
 
+def test_log_probabilities_of_named_ids(llm: LLM):
+    """They equal those of the most likely ids, next to a bias and to a request without."""
+    plain = SamplingParams(max_tokens=3, temperature=0, logprobs=4)
+    [usual] = answers(llm, plain)
+    first = usual.outputs[0].logprobs[0]
+    ids = list(first)[:0:-1]  # all but the first, the least likely one first
+    named = dataclasses.replace(plain, logprobs=None, logprob_token_ids=ids)
+    biased = dataclasses.replace(named, logit_bias={ids[0]: 100.0})
+    found, other, forced = (output.outputs[0] for output in answers(llm, named, plain, biased))
+    assert other == usual.outputs[0]
+    assert found.token_ids == other.token_ids
+    values = {each: entry.logprob for each, entry in first.items()}
+    assert {each: entry.logprob for each, entry in found.logprobs[0].items()} == values
+    assert [entry.rank for entry in found.logprobs[0].values()] == [1, *[None] * len(ids)]
+    assert set(found.logprobs[1]) == {found.token_ids[1], *ids}
+    assert forced.token_ids[0] == ids[0]
+    assert {each: forced.logprobs[0][each].logprob for each in ids} == {each: values[each] for each in ids}
+
+
 @pytest.mark.slow
 def test_processed_logprobs_are_those_of_the_sampled_distribution():
     with pytest.raises(ModelLoadError, match="logprobs_mode='all': must be one of raw_logprobs, processed_logprobs"):

@@ -161,6 +161,14 @@ def test_what_depends_on_the_model():
         INPUTS.process("r", "A", {"temperature": 0})
 
 
+def test_log_probabilities_of_named_ids():
+    assert process("A", logprob_token_ids=[1, 2]).first.params.logprobs == 2
+    for ids, says in (([1, 2, 3, 4, 5, 6], "at most 5"), ([100], "0 to 99")):
+        with pytest.raises(RequestError, match=says) as caught:
+            process("A", logprob_token_ids=ids)
+        assert caught.value.parameter == "logprob_token_ids"
+
+
 def test_where_a_request_ends():
     assert process("ABC", max_tokens=5).first.max_total_tokens == 8
     assert process("ABC", max_tokens=50).first.max_total_tokens == 16

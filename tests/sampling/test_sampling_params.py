@@ -31,7 +31,6 @@ MEANINGFUL = {
     "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 1,
     "bad_words": ["a"], "logit_bias": {1: 2.0}, "allowed_token_ids": [1],
     "prompt_logprobs": 0, "prompt_logprob_token_ids": np.array([1]), "prompt_logprob_start": 0,
-    "logprob_token_ids": [1], "flat_logprobs": True,
     "repetition_detection": object(), "thinking_token_budget": 0, "watermarking": True,
     "skip_reading_prefix_cache": True, "skip_clone": True, "output_text_buffer_length": 1,
     "routed_experts_prompt_start": 1, "trace_decode_token_ids": [1], "extra_args": {"a": 1},
@@ -52,7 +51,8 @@ def test_a_field_that_is_not_built_raises(name: str):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"stop": []}, {"bad_words": ()}, {"logit_bias": {}}, {"presence_penalty": 0}, {"extra_args": {}}]
+    "fields", [{"stop": []}, {"bad_words": ()}, {"logit_bias": {}}, {"presence_penalty": 0}, {"extra_args": {}},
+               {"logprob_token_ids": []}, {"flat_logprobs": True}]
 )
 def test_equivalents_of_the_default_are_accepted(fields: dict):
     assert SamplingParams(**fields) == SamplingParams()

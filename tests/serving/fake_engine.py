@@ -180,8 +180,10 @@ class FakeEngine:
         finally:
             self.running.discard(request_id)
 
-    def _logprobs(self, token_id: int, top: int) -> dict[int, Logprob]:
-        """The chosen token is the second most likely one."""
+    def _logprobs(self, token_id: int, top: int, ids: tuple[int, ...] | None = None) -> dict[int, Logprob]:
+        """The chosen token is the second most likely one. ids: those to return in place of the most likely ones."""
+        if ids:
+            return {token_id: Logprob(-0.5, 2, chr(token_id))} | {each: Logprob(-3.0, None, chr(each)) for each in ids}
         others = [other for other in range(97, 97 + top + 1) if other != token_id][:top]
         entries = {token_id: Logprob(-0.5, 2, chr(token_id) if token_id < 128 else "\ufffd")}
         for place, other in enumerate(others):
@@ -212,7 +214,7 @@ class FakeEngine:
             ids, start = said, 0
         end = count // 2 or 1 if start % 2 else count
         tokens = [ids[(start + place) % len(ids)] for place in range(min(step, end))]
-        logprobs = [self._logprobs(token, params.logprobs or 0) for token in tokens]
+        logprobs = [self._logprobs(token, params.logprobs or 0, params.logprob_token_ids) for token in tokens]
         reason = "stop" if start % 2 or count == len(said) else "length"
         return CompletionOutput(
             index=index,

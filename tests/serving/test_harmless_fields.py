@@ -42,7 +42,7 @@ ASKING = [
     (GENERATING, {"store": True}, "store"),
     (GENERATING, {"store": 0}, "store"),
     (GENERATING, {"watermarking": True}, "watermarking"),
-    (GENERATING, {"logprob_token_ids": [3]}, "logprob_token_ids"),
+    ((*GENERATING, "/v1/responses"), {"logprob_token_ids": [3]}, "logprob_token_ids"),  # without logprobs
     (GENERATING, {"return_token_offsets": True}, "return_token_offsets"),
     (GENERATING, {"prompt_logprobs": 1, "stream": True}, "stream"),
     (GENERATING, {"stream_options": {"continuous_usage_stats": True}}, "stream_options"),

@@ -78,6 +78,12 @@ def test_completion_stream(client, url):
     assert all("usage" not in json.loads(event) for event in events(post(url, "/v1/completions", body)))
 
 
+def test_log_probabilities_of_ids_that_the_request_names(url):
+    body = {"prompt": "zy", "max_tokens": 1, "logprobs": 0, "logprob_token_ids": [65, 66]}
+    made = post(url, "/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert made["top_logprobs"] == [{"z": -0.5, "A": -3.0, "B": -3.0}]
+
+
 def test_completion_logprobs(url):
     body = {"prompt": "zy", "max_tokens": 4, "logprobs": 2}
     whole = strict(Completion, post(url, "/v1/completions", body).text).choices[0].logprobs
@@ -148,6 +154,12 @@ def test_chat_logprobs(url):
         for event in events(post(url, "/v1/chat/completions", body | {"stream": True}))
     ]
     assert [token.model_dump() for token in streamed] == [token.model_dump() for token in content]
+    asked = body | {"logprob_token_ids": [65, 66], "top_logprobs": 1}
+    for streamed in (False, True):
+        said = post(url, "/v1/chat/completions", asked | {"stream": streamed})
+        [choice] = json.loads(events(said)[0] if streamed else said.text)["choices"]
+        tops = choice["logprobs"]["content"][0]["top_logprobs"]
+        assert [(one["token"], one["logprob"]) for one in tops] == [("<", -0.5), ("A", -3.0), ("B", -3.0)]
     alone = strict(ChatCompletion, post(url, "/v1/chat/completions", CHAT | {"max_tokens": 1, "logprobs": True}).text)
     assert alone.choices[0].logprobs.content[0].top_logprobs == []
 
@@ -176,11 +188,11 @@ FIELD_VALUES: dict[str, Any] = {
     "logits_processors": {"scale": {"by": 0.5}}, "skip_special_tokens": False,
     "spaces_between_special_tokens": False, "include_stop_str_in_output": True, "truncate_prompt_tokens": 1,
     "truncation_side": "right", "prompt_logprobs": 2, "stream_interval": 3, "thinking_token_budget": 7,
-    "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "logprob_token_ids": [4, 5],
 }  # fmt: skip
 STORED: dict[str, Any] = {
     "stop": ("a", "b"), "stop_token_ids": (4,), "logit_bias": {5: 1.0}, "allowed_token_ids": (5, 6),
-    "bad_words": ("x",), "repetition_detection": RepetitionDetectionParams(3, 1, 2),
+    "bad_words": ("x",), "logprob_token_ids": (4, 5), "repetition_detection": RepetitionDetectionParams(3, 1, 2),
 }  # fmt: skip
 BESIDE: dict[str, Any] = {
     **{key: {"use_beam_search": True, "n": 2} for key in ("beam_width", "length_penalty", "early_stopping")},
@@ -191,7 +203,8 @@ BESIDE: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAMPLING_FIELDS)
 def test_each_sampling_field_reaches_the_engine(url, engine, name):
     for path, prompt in (
-        ("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("completions", {"prompt": "x", "logprobs": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
     ):  # fmt: skip
         body = prompt | BESIDE.get(name, {}) | {name: FIELD_VALUES[name], "max_tokens": 3}
         answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=20)

@@ -296,11 +296,14 @@ class InputProcessor:
         limits = self.limits
         if not isinstance(params, SamplingParams):
             raise RequestError("sampling_params", params, "must be a jpaged.SamplingParams")
+        if len(params.logprob_token_ids or ()) > limits.max_logprobs:
+            accepted = f"at most {limits.max_logprobs}, which the option max_logprobs sets"
+            raise RequestError("logprob_token_ids", f"{len(params.logprob_token_ids or ())} ids", accepted)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > limits.max_logprobs:
                 accepted = f"must be at most {limits.max_logprobs}, which the option max_logprobs sets"
                 raise RequestError(name, getattr(params, name), accepted)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             for token_id in getattr(params, name) or ():
                 if token_id >= limits.vocab_size:
                     raise RequestError(name, token_id, f"token ids are 0 to {limits.vocab_size - 1}")

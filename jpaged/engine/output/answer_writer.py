@@ -85,7 +85,10 @@ class AnswerWriter:
         count = request.params.logprobs or 0
         top_ids, top_logprobs = result.top_ids[index, :count].tolist(), result.top_logprobs[index, :count].tolist()
         rank = int(result.ranks[index])
-        output.logprobs.append(self.entries(request.params, token_id, sampled, rank, top_ids, top_logprobs))
+        entries = self.entries(request.params, token_id, sampled, rank, top_ids, top_logprobs)
+        if request.params.logprob_token_ids:  # the places of the ids are not their ranks
+            entries = {each: entry if each == token_id else entry.without_rank() for each, entry in entries.items()}
+        output.logprobs.append(entries)
 
     def append_prompt_logprobs(self, request: Request, scores: Scores, entries: slice) -> None:
         """Append the log-probabilities of the next prompt tokens: these entries of the step's scores."""
