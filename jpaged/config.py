@@ -206,7 +206,8 @@ class EngineConfig:
     process and its HTTP requests."""
 
     max_logprobs: int = 20
-    """Maximum number of log-probabilities per token that a request may ask for."""
+    """Maximum number of log-probabilities per token that a request may ask for. Every step that returns some returns
+    this many, so large numbers are slow. -1: as many as the vocabulary has ids."""
 
     logprobs_mode: str = "raw_logprobs"
     """Values that `logprobs` returns. raw_logprobs: log-probabilities of the model's own distribution.

@@ -278,7 +278,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     @property
     def shown_logprobs(self) -> int:
         """Number of `top_logprobs` of a token in the answer: with `logprob_token_ids`, those and the token's own."""
-        return len(self.logprob_token_ids) + 1 if self.logprob_token_ids else self.top_logprobs or 0
+        if self.logprob_token_ids:
+            return len(self.logprob_token_ids) + 1
+        return MAX_ALLOWED_IDS if self.top_logprobs == -1 else self.top_logprobs or 0
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.NEUTRAL | {
         "modalities": (["text"],),

@@ -24,6 +24,7 @@ NOT_WITH_BEAMS = (
     "bad_words", "min_tokens", "logits_processors", "thinking_token_budget", "repetition_detection",
     "logprob_token_ids",
 )  # fmt: skip
+ACCEPTED_LOGPROBS = "an integer from 0 to the engine's max_logprobs, -1 for the whole vocabulary, or None"
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together; their automaton then takes 11 ms to build, and 1.1 MB
@@ -154,7 +155,7 @@ class SamplingParams:
 
     logprobs: int | None = None
     """For each generated token, return its log-probability and those of the `logprobs` most likely tokens. From 0 to
-    the engine's `max_logprobs`. None returns none."""
+    the engine's `max_logprobs`. -1 returns those of the whole vocabulary. None returns none."""
 
     logprob_token_ids: Sequence[int] | None = None
     """For each generated token, return its log-probability and those of these ids, in place of those of the most likely
@@ -166,7 +167,7 @@ class SamplingParams:
 
     prompt_logprobs: int | None = None
     """For each prompt token except the first, return its log-probability and rank, and those of the `prompt_logprobs`
-    most likely tokens. From 0 to the engine's `max_logprobs`. None returns none. They are computed from unchanged
+    most likely tokens. Values as for `logprobs`. They are computed from unchanged
     logits."""
 
     repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
@@ -266,9 +267,9 @@ class SamplingParams:
         self._check_processors()
         self._check_logprob_ids()
         if self.logprobs is not None:
-            integer("logprobs", low=0, accepted="an integer from 0 to the engine's max_logprobs, or None")
+            integer("logprobs", low=-1, accepted=ACCEPTED_LOGPROBS)
         if self.prompt_logprobs is not None:
-            integer("prompt_logprobs", low=0, accepted="an integer from 0 to the engine's max_logprobs, or None")
+            integer("prompt_logprobs", low=-1, accepted=ACCEPTED_LOGPROBS)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             self._boolean(name)
         if self.skip_reading_prefix_cache is not None:

@@ -123,7 +123,8 @@ class Blueprint:
     @property
     def num_logprobs(self) -> int:
         """Most log-probabilities that the programs return for a token."""
-        return min(self.config.max_logprobs, self.model.spec.vocab_size)
+        most, vocab_size = self.config.max_logprobs, self.model.spec.vocab_size
+        return vocab_size if most < 0 else min(most, vocab_size)
 
     @property
     def sampler_options(self) -> SamplerOptions:

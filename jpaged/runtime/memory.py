@@ -30,6 +30,7 @@ from pallas_kernels import QuantizedWeight
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 2**30  # most of the default KV pool on CPU, whose memory other programs need too
+MAX_LOGPROB_BYTES = 2**28  # of the ids and log-probabilities that a step returns to the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +198,21 @@ def _part_of(name: str) -> str:
     return apart.get(name) or next(part for part, names in _PARTS.items() if name in names)
 
 
+def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None:
+    """Raise ModelLoadError for a bad number of log-probabilities, or for results of a step that are too large."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < -1:
+        raise ModelLoadError(f"max_logprobs={most!r}: must be a whole number of at least 0, or -1 for all ids")
+    count = spec.vocab_size if most < 0 else min(most, spec.vocab_size)
+    size = max_num_seqs * count * 8  # of an id and its log-probability
+    if size > MAX_LOGPROB_BYTES and not spec.pools:
+        fits = MAX_LOGPROB_BYTES // (8 * max_num_seqs)
+        raise ModelLoadError(
+            f"max_logprobs={most}: the log-probabilities of {max_num_seqs} rows and {count:,} ids take "
+            f"{size / 2**20:,.0f} MiB in each step, at most {MAX_LOGPROB_BYTES // 2**20} are possible. Set at most "
+            f"{fits:,}, or lower max_num_seqs. To get those of a few ids, a request can set logprob_token_ids"
+        )
+
+
 def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
     """Fill in options that the caller left at None, and check all options. platform: "cpu", "gpu" or "tpu".
 
@@ -220,8 +236,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
             "request advances in each step; raise it, or lower max_num_seqs"
         )
     block_size = _positive("block_size", config.block_size, 64 if platform == "tpu" else 16)
-    if isinstance(config.max_logprobs, bool) or not isinstance(config.max_logprobs, int) or config.max_logprobs < 0:
-        raise ModelLoadError(f"max_logprobs={config.max_logprobs!r}: must be a whole number of at least 0")
+    _check_max_logprobs(spec, config.max_logprobs, max_num_seqs)
     if config.logprobs_mode not in LOGPROBS_MODES:
         raise ModelLoadError(f"logprobs_mode={config.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}")
     if not 0 < config.gpu_memory_utilization <= 1:

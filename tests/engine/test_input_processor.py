@@ -161,6 +161,14 @@ def test_what_depends_on_the_model():
         INPUTS.process("r", "A", {"temperature": 0})
 
 
+def test_log_probabilities_of_the_whole_vocabulary():
+    whole = InputProcessor(dataclasses.replace(LIMITS, max_logprobs=100), Letters())
+    params = whole.process("r", "A", SamplingParams(logprobs=-1, prompt_logprobs=-1)).first.params
+    assert (params.logprobs, params.prompt_logprobs) == (100, 100)
+    with pytest.raises(RequestError, match="at most 5, which the option max_logprobs"):
+        process("A", logprobs=-1)
+
+
 def test_log_probabilities_of_named_ids():
     assert process("A", logprob_token_ids=[1, 2]).first.params.logprobs == 2
     for ids, says in (([1, 2, 3, 4, 5, 6], "at most 5"), ([100], "0 to 99")):

@@ -70,6 +70,13 @@ def test_a_request_that_fits_exactly_is_accepted():
         assert plan(config).num_blocks == blocks
 
 
+def test_the_log_probabilities_of_the_whole_vocabulary_are_bounded():
+    whole = dataclasses.replace(CONFIG, max_logprobs=-1)
+    assert memory.decide_limits(SPEC, whole, "gpu") == memory.decide_limits(SPEC, CONFIG, "gpu")
+    with pytest.raises(ModelLoadError, match=r"max_logprobs=-1: .* take 305 MiB in each step.*Set at most 131,072"):
+        memory.decide_limits(dataclasses.replace(SPEC, vocab_size=156_250), whole, "gpu")
+
+
 def test_the_pool_of_an_accelerator_is_the_free_memory():
     def device(**stats):
         return types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)

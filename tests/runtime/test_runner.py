@@ -219,7 +219,7 @@ def test_a_start_reports_one_count_of_programs_and_a_closed_runner_raises(params
     [
         ({"attention_implementation": "cuda"}, "attention_implementation='cuda'"),
         ({"attention_implementation": "mosaic_prefill"}, "for NVIDIA's Hopper .*, not for a CPU; leave it out"),
-        ({"max_logprobs": -1}, "max_logprobs=-1"),
+        ({"max_logprobs": -2}, "max_logprobs=-2"),
         ({"max_model_len": 4096}, "at most 2048"),
         ({"max_model_len": 1}, "max_model_len=1"),
         ({"block_size": 24}, "block_size=24"),

@@ -76,7 +76,7 @@ BAD = [
     *[("min_p", value) for value in (-0.1, 1.1, NAN, INF)],
     *[("max_tokens", value) for value in (0, -1, 1.5, "16", True)],
     *[("seed", value) for value in (2**64, -(2**63) - 1, 1.0, "1", True)],
-    *[("logprobs", value) for value in (-1, 1.0, True, "1")],
+    *[("logprobs", value) for value in (-2, 1.0, True, "1")],
     *[("n", value) for value in (0, -1, 65, 10**9, 1.0, True, None)],
     *[(name, value) for name in ("best_of", "beam_width") for value in (0, -1, 65, 10**9, 1.0, True)],
     *[("use_beam_search", value) for value in (1, None, "yes")],

@@ -86,8 +86,8 @@ def test_echo_joins_the_log_probabilities_of_prompt_and_answer(url):
         ({"max_tokens": 0}, "max_tokens"),
         ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
         ({"echo": True, "suffix": "x"}, "echo"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": -2}, "logprobs"),
     ],
 )
 def test_what_is_refused(url, fields, param):

@@ -103,6 +103,7 @@ class InputProcessor:
         pooling_params = params if isinstance(params, PoolingParams) else None
         params = _pooled(params) if isinstance(params, PoolingParams) else params
         self._check_params(params)
+        params = _counted(params, self.limits.vocab_size)
         self._check_priority(priority)
         checked = self._prompts.read(prompt, params, cancelled)
         token_ids = checked.token_ids
@@ -300,7 +301,8 @@ class InputProcessor:
             accepted = f"at most {limits.max_logprobs}, which the option max_logprobs sets"
             raise RequestError("logprob_token_ids", f"{len(params.logprob_token_ids or ())} ids", accepted)
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > limits.max_logprobs:
+            asked = getattr(params, name) or 0
+            if (limits.vocab_size if asked < 0 else asked) > limits.max_logprobs:
                 accepted = f"must be at most {limits.max_logprobs}, which the option max_logprobs sets"
                 raise RequestError(name, getattr(params, name), accepted)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
@@ -312,6 +314,12 @@ class InputProcessor:
                 raise RequestError("stop", params.stop, "is searched in the text, and the model has no tokenizer: "
                                    "leave it out, use stop_token_ids, or start with the option tokenizer")  # fmt: skip
             stop_automaton(tuple(params.stop))  # cached: it is built here, where no step waits for it
+
+
+def _counted(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Replace the number -1 of log-probabilities by the number of ids."""
+    names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
+    return dataclasses.replace(params, **dict.fromkeys(names, vocab_size)) if names else params
 
 
 def _pooled(params: PoolingParams) -> SamplingParams:
