@@ -59,6 +59,7 @@ class EncodedInput(PooledInput, kw_only=True):
     embed_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     endianness: Literal["native", "little", "big"] | None = None
     dimensions: Int | None = None
+    normalize: bool | None = None  # vLLM's older name of use_activation, for embeddings
 
 
 class EmbeddingRequest(EncodedInput, kw_only=True):

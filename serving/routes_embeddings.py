@@ -43,11 +43,9 @@ async def embeddings(request: Request) -> Response:
 
 async def answer_embedding(request: Request, body: EmbeddingRequest) -> Response:
     """Answer a request for embeddings whose body was read."""
-    encode = _encoder(body)
+    encode, scaled = _encoder(body), _use_activation(body)
     with generation.named_as_sent(pooled.NAMES):
-        params = pooled.pooling_params(
-            body, dimensions=body.dimensions, normalize=body.use_activation is not False, task="embed"
-        )
+        params = pooled.pooling_params(body, dimensions=body.dimensions, normalize=scaled, task="embed")
     head, finals = await _pooled(request, body, params)
     data = await _vectors(finals, lambda index, values: Embedding(index, encode(values)))
     return JSONPieces(
@@ -66,8 +64,11 @@ async def answer_pooling(request: Request, body: PoolingRequest) -> Response:
     """Answer a request for vectors whose body was read."""
     server: Server = request.app.state.server
     task, encode = body.task or pooled.pooled_model(server).task, _encoder(body)
+    activated = _use_activation(body)
+    if task != "embed" and body.normalize is not None:
+        raise RequestError("normalize", body.normalize, "is for embeddings: send use_activation")
     with generation.named_as_sent(pooled.NAMES):
-        fields = {"normalize" if task == "embed" else "activation": body.use_activation is not False}
+        fields = {"normalize" if task == "embed" else "activation": activated}
         params = pooled.pooling_params(body, dimensions=body.dimensions, task=task, **fields)
     head, finals = await _pooled(request, body, params)
     data = await _vectors(finals, lambda index, values: PooledVector(index=index, data=encode(values)))
@@ -76,6 +77,13 @@ async def answer_pooling(request: Request, body: PoolingRequest) -> Response:
             id=head.id, created=head.created, model=head.model, data=cast(Any, data), usage=pooled.usage(finals)
         )
     )
+
+
+def _use_activation(body: EncodedInput) -> bool:
+    """Return whether vectors are scaled to length 1, or scores become probabilities. Raises RequestError."""
+    if body.normalize is not None and body.use_activation not in (None, body.normalize):
+        raise RequestError("normalize", body.normalize, "is another name of use_activation: send one of them")
+    return body.use_activation is not False and body.normalize is not False
 
 
 async def classify(request: Request) -> Response:

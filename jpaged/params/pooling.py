@@ -21,6 +21,9 @@ class PoolingParams:
     activation: bool = True
     """Turn a classifier's scores into probabilities; False returns the scores."""
 
+    use_activation: bool | None = None
+    """vLLM's name: sets `normalize` and `activation`, and is None afterwards."""
+
     task: str | None = None
     """"embed" or "classify"; `LLM.embed` and `LLM.classify` set it. None: the model's own task."""
 
@@ -34,6 +37,12 @@ class PoolingParams:
     def __post_init__(self) -> None:
         if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
             raise RequestError("dimensions", self.dimensions, "must be a whole number of at least 1, or None")
+        if self.use_activation is not None:
+            if not isinstance(self.use_activation, bool):
+                raise RequestError("use_activation", self.use_activation, "must be True, False or None")
+            for name in ("normalize", "activation"):
+                object.__setattr__(self, name, self.use_activation)
+            object.__setattr__(self, "use_activation", None)
         for name in ("normalize", "activation"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "must be True or False")

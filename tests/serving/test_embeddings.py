@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 
-from jpaged import LLM, PoolingParams
+from jpaged import LLM, PoolingParams, RequestError
 from jpaged.engine.step_plan import SamplerVariant
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
@@ -61,6 +61,7 @@ def test_all_kinds_of_input_in_their_order(client, engine):
         ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "encoding_format base64"),
         ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt", "is for messages"),
         ({"input": "a", "temperature": 1}, "temperature", "unknown field"),
+        ({"input": "a", "normalize": True, "use_activation": False}, "normalize", "another name of use_activation"),
     ],
 )
 def test_a_bad_body_is_refused_by_name(url, body, param, says):
@@ -68,6 +69,14 @@ def test_a_bad_body_is_refused_by_name(url, body, param, says):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert says in answer.json()["error"]["message"]
+
+
+def test_vllms_names_of_the_activation(url, engine):
+    httpx.post(f"{url}/v1/embeddings", json={"input": "a", "normalize": False}).raise_for_status()
+    assert engine.seen_pooling == [PoolingParams(task="embed", normalize=False)]
+    assert PoolingParams(use_activation=False) == PoolingParams(normalize=False, activation=False)
+    with pytest.raises(RequestError, match="use_activation"):
+        PoolingParams(use_activation="no")
 
 
 def test_an_engine_that_stops_and_an_unknown_model(client, engine):
