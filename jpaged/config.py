@@ -32,6 +32,9 @@ class EngineConfig:
     tokenizer: str | None = None
     """Folder, hub id or .gguf file of the tokenizer. Default: the model's own."""
 
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer. Prompts are token ids then, and answers have no text."""
+
     revision: str | None = None
     """Branch, tag or commit of a hub id. Default: the main branch."""
 

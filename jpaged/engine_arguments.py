@@ -12,6 +12,7 @@ class EngineArguments(TypedDict, total=False):
     """Fields of `EngineConfig` without the model, `logits_processors`, and options of vLLM at their neutral values."""
 
     tokenizer: str | None
+    skip_tokenizer_init: bool
     revision: str | None
     load_format: str
     download_dir: str | None
@@ -86,7 +87,6 @@ class EngineArguments(TypedDict, total=False):
     guided_decoding_backend: Any
     limit_mm_per_prompt: Any
     tokenizer_mode: Any
-    skip_tokenizer_init: Any
     rope_scaling: Any
     task: Any
     use_v2_block_manager: Any

@@ -34,7 +34,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "enable_lora": (False, None),
     "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
-    "tokenizer_mode": ("auto",), "skip_tokenizer_init": (False,),
+    "tokenizer_mode": ("auto",),
     "rope_scaling": (None, {}), "task": ("auto", "generate"),
     "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
     "num_gpu_blocks_override": (None,), "tokenizer_revision": (None,),
@@ -117,6 +117,8 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 def _check_values(config: EngineConfig) -> None:
     """Raise RequestError for a value that has the right type and is out of range."""
+    if config.skip_tokenizer_init and config.tokenizer is not None:
+        raise RequestError("skip_tokenizer_init", True, "does not go with tokenizer: leave one of them out")
     if config.runner not in RUNNERS:
         raise RequestError("runner", config.runner, f"must be {', '.join(RUNNERS)}")
     if config.scheduling_policy not in SCHEDULING_POLICIES:

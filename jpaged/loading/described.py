@@ -102,7 +102,7 @@ def _masked(config: EngineConfig, spec: DecoderSpec, folder: Path) -> bool:
 
     Without a tokenizer the answer is True, the case that takes more memory.
     """
-    if spec.pools or not config.mask_unknown_tokens:
+    if spec.pools or not config.mask_unknown_tokens or config.skip_tokenizer_init:
         return False
     if config.tokenizer is not None:
         folder = Path(config.tokenizer).expanduser()

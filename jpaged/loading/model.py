@@ -332,6 +332,8 @@ def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Pa
 
 
 def _tokenizer(config: EngineConfig, folder: Path | None, vocab_size: int) -> Any | None:
+    if config.skip_tokenizer_init:
+        return None
     if config.tokenizer is not None:
         folder = find_tokenizer(config.tokenizer, None, config.download_dir)
     if folder is None:

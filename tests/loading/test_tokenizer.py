@@ -12,7 +12,8 @@ from tokenizers import models, pre_tokenizers
 
 import jpaged
 from jpaged.config import EngineConfig
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.frontend.engine_options import engine_config
 from jpaged.loading import load_model, load_tokenizer, valid_token_mask
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 
@@ -45,6 +46,9 @@ def test_the_models_own_tokenizer_and_another(tmp_path: Path) -> None:
     assert own.tokenizer.encode("own") == [1]
     other = load_model(EngineConfig(model=str(tmp_path / "model"), tokenizer=str(tmp_path / "other")))
     assert other.tokenizer.encode("other") == [2]
+    assert load_model(EngineConfig(model=str(tmp_path / "model"), skip_tokenizer_init=True)).tokenizer is None
+    with pytest.raises(RequestError, match="does not go with tokenizer"):
+        engine_config("m", {"skip_tokenizer_init": True, "tokenizer": "t"})
 
 
 def test_damaged(tmp_path: Path) -> None:
