@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec import UNSET, UnsetType
 
 from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
+from jpaged.config import EngineConfig
 from jpaged.errors import MAX_INTEGER, LogitsError, RequestError, shown
 from jpaged.frontend.tokenising import TokeniserThreads
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
@@ -46,6 +47,7 @@ class Server:
     engine: EngineClient
     model_names: tuple[str, ...]      # names that requests may use; answers show the first
     root: str | None = None           # folder or hub id of the model, for /v1/models. None: the first name
+    config: EngineConfig | None = None  # options of the engine, for /server_info
     template_kwargs: tuple[str, ...] = DEFAULT_TEMPLATE_KWARGS  # variables of the chat template that requests may set
     # Chat template, and formats of tool calls and reasoning.
     chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)

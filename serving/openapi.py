@@ -82,6 +82,7 @@ SECURITY = {
 }
 
 _INSPECT = {"engine": {"type": "integer", "minimum": 0, "default": 0}}
+_INFO = {"config_format": {"enum": ["text", "json"], "default": "text"}}
 _MODE = {"enum": ["abort", "wait", "keep"], "default": "abort"}
 _PAUSE = {"mode": _MODE, "clear_cache": {"type": "boolean", "default": True}}
 _SLEEP = {"level": {"enum": [0, 1], "default": 1}, "mode": _MODE}
@@ -148,6 +149,7 @@ OPERATIONS = {
     "/version": Operation(response=answers.Version),
     "/admin/inspect": Operation(response=EngineSnapshot, query=_INSPECT),
     **dict.fromkeys(("/admin/status", "/admin/drain"), Operation(response=answers.ServerStatus)),
+    **dict.fromkeys(("/admin/server_info", "/server_info"), Operation(response=answers.ServerInfo, query=_INFO)),
     **dict.fromkeys(("/admin/pause", "/pause"), Operation(response=answers.Done, query=_PAUSE)),
     **dict.fromkeys(("/admin/resume", "/resume"), Operation(response=answers.Done)),
     **dict.fromkeys(("/admin/sleep", "/sleep"), Operation(response=answers.Done, query=_SLEEP)),

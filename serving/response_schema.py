@@ -1,5 +1,7 @@
 """The responses of the routes: OpenAI's objects as structs. A field that is UNSET does not appear in the JSON."""
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -370,6 +372,19 @@ class ServerStatus(msgspec.Struct, kw_only=True):
     open_requests: int
     running: int
     waiting: int
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """Response of GET /server_info, with vLLM's names.
+
+    vllm_config: options of the engine: text, or an object with config_format=json.
+    vllm_env:    always empty: jpaged reads keys from environment variables, and no options.
+    system_env:  versions, and the platform.
+    """
+
+    vllm_config: str | dict[str, Any]
+    vllm_env: dict[str, str] = {}
+    system_env: dict[str, str]
 
 
 class Done(msgspec.Struct):

@@ -4,8 +4,11 @@ Below /admin, and at the paths that vLLM has. Arguments are query parameters, as
 """
 
 import asyncio
+import dataclasses
+import importlib.metadata
 import logging
 import pathlib
+import platform
 from http import HTTPStatus
 
 import msgspec
@@ -19,10 +22,13 @@ from jpaged.serving.auth import ADMIN
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.generation import Server
 from jpaged.serving.intake import Intake
-from jpaged.serving.response_schema import CacheReset, Done, IsPaused, IsSleeping, ServerStatus
+from jpaged.serving.response_schema import CacheReset, Done, IsPaused, IsSleeping, ServerInfo, ServerStatus
+from jpaged.version import __version__
 
 logger = logging.getLogger("jpaged.serving")
 
+CONFIG_FORMATS = ("text", "json")
+PACKAGES = ("jax", "jaxlib", "numpy", "transformers")  # whose versions `server_info` shows
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -32,6 +38,8 @@ def routes(profile_dir: pathlib.Path | None) -> list[BaseRoute]:
     made: list[BaseRoute] = [
         Route(f"{ADMIN}inspect", inspect),
         Route(f"{ADMIN}status", status),
+        Route(f"{ADMIN}server_info", server_info),
+        Route("/server_info", server_info),
         Route(f"{ADMIN}drain", drain, methods=["POST", "DELETE"]),
         Route(f"{ADMIN}pause", pause, methods=post),
         Route("/pause", pause, methods=post),
@@ -86,6 +94,23 @@ async def status(request: Request) -> Response:
         open_requests=intake.num_open,
         running=stats.num_running,
         waiting=stats.num_waiting,
+    )
+    return _json(found, {"Cache-Control": "no-store"})
+
+
+async def server_info(request: Request) -> Response:
+    """Return the options of the engine, and versions. config_format: text or json."""
+    server: Server = request.app.state.server
+    form = _arguments(request, "config_format").get("config_format", "text")
+    if form not in CONFIG_FORMATS:
+        raise RequestError("config_format", form, f"must be {' or '.join(CONFIG_FORMATS)}")
+    config = server.config
+    if config is not None:
+        config = dataclasses.replace(config, max_model_len=server.engine.max_model_len)
+    found = ServerInfo(
+        vllm_config=str(config or "") if config is None or form == "text" else dataclasses.asdict(config),
+        system_env={"platform": platform.platform(), "python": platform.python_version(), "jpaged": __version__}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
     )
     return _json(found, {"Cache-Control": "no-store"})
 

@@ -176,7 +176,7 @@ class Serve(ChatFlags):
             engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
             client = engine if tracer is None else traced(engine, tracer)
             server = Server(
-                engine=client, model_names=names, root=options["model"], chat=chat,
+                engine=client, model_names=names, root=options["model"], config=engine.config, chat=chat,
                 template_kwargs=self.chat_template_kwargs,
             )  # fmt: skip
             return create_app(server, app_options), engine

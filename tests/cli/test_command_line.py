@@ -4,6 +4,7 @@ import logging
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -141,7 +142,8 @@ def test_engine_flags_become_options():
 
 def test_chat_flags_of_serve_reach_the_server(monkeypatch):
     served = []
-    monkeypatch.setattr("jpaged.async_llm.AsyncLLM", lambda **options: None)
+    config = EngineConfig(model="demo")
+    monkeypatch.setattr("jpaged.async_llm.AsyncLLM", lambda **options: types.SimpleNamespace(config=config))
     monkeypatch.setattr("jpaged.serving.process.serve", lambda app, *args, **how: served.append(app.state.server) or 0)
     words = ["serve", "demo", "--port", "0", "--tool-call-parser", "mistral", "--reasoning-tags", "[THINK]", "[/THINK]"]
     assert cli.main([*words, "--chat-template-kwargs", "mood", "tone"]) == 0
@@ -149,6 +151,7 @@ def test_chat_flags_of_serve_reach_the_server(monkeypatch):
     told, default = served
     assert (told.chat.tool_calls.name, told.chat.reasoning.start) == ("mistral", "[THINK]")
     assert told.template_kwargs == ("mood", "tone")
+    assert (told.root, told.config) == ("demo", config)
     assert (default.chat.tool_calls, default.chat.reasoning.end) == (None, "</think>")
     assert default.template_kwargs == ("enable_thinking", "thinking", "reasoning_effort")
 

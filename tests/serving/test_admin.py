@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from jpaged import AsyncLLM, CapacityError, SamplingParams
+from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
@@ -117,6 +118,19 @@ def test_admin_and_api_keys_are_valid_on_their_own_routes_only(served):
     error_of(httpx.get(f"{served}/admin/other", headers=ADMIN), 404)
     error_of(httpx.post(f"{served}/admin/inspect", headers=ADMIN), 405)
     assert httpx.get(f"{served}/health").status_code == 200
+
+
+def test_options_and_versions(engine, host):
+    server = Server(engine=engine, model_names=("echo",), config=EngineConfig(model="m", swap_space=2))
+    host[0].app = create_app(server, AppOptions(admin_keys=("look",)))
+    info = httpx.get(f"{host[1]}/server_info?config_format=json", headers=ADMIN).json()
+    assert (info["vllm_config"]["swap_space"], info["vllm_config"]["max_model_len"]) == (2, engine.max_model_len)
+    assert info["vllm_env"] == {}
+    assert {"jpaged", "jax", "python"} <= info["system_env"].keys()
+    text = httpx.get(f"{host[1]}/admin/server_info", headers=ADMIN).json()["vllm_config"]
+    assert text.startswith("EngineConfig(model='m'")
+    assert error_of(httpx.get(f"{host[1]}/server_info?config_format=x", headers=ADMIN), 400)["param"] == "config_format"
+    error_of(httpx.get(f"{host[1]}/server_info"), 401)
 
 
 def test_without_admin_keys_there_is_no_such_route(engine):
