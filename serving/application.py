@@ -38,8 +38,8 @@ from jpaged.serving.metrics import ServerMetrics
 from jpaged.serving.openapi import KeyRules
 from jpaged.serving.responses_store import MAX_BYTES, ResponseStore
 from jpaged.serving.root_path import RemoveRootPath
-from jpaged.serving.routes_chat import chat_completions
-from jpaged.serving.routes_completions import completions
+from jpaged.serving.routes_chat import batch_chat_completions, chat_completions
+from jpaged.serving.routes_completions import completions, generate
 from jpaged.serving.routes_docs import docs, openapi_json
 from jpaged.serving.routes_invocations import invocations
 from jpaged.serving.routes_metrics import metrics
@@ -59,6 +59,8 @@ ROUTES = [
     Route("/v1/models/{model:path}", routes_models.model),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/chat/completions/batch", batch_chat_completions, methods=["POST"]),
+    *posts("/inference/v1/generate", generate),
     *routes_responses.ROUTES,
     *routes_messages.ROUTES,
     *posts("/v1/embeddings", routes_embeddings.embeddings),

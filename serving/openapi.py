@@ -113,6 +113,8 @@ OPERATIONS = {
     "/v1/chat/completions": Operation(
         generating.ChatRequest, answers.ChatCompletion, (answers.ChatCompletionChunk,)
     ),
+    "/inference/v1/generate": Operation(generating.TokensRequest, answers.TokensAnswer, (answers.TokensAnswer,)),
+    "/v1/chat/completions/batch": Operation(generating.BatchChatRequest, answers.ChatCompletion),
     "/v1/embeddings": Operation(pooling.EmbeddingRequest, answers.EmbeddingList),
     "/pooling": Operation(pooling.PoolingRequest, answers.PooledList),
     "/classify": Operation(pooling.ClassifyRequest, answers.ClassificationList),

@@ -251,10 +251,9 @@ class ToolChoiceObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     allowed_tools: AllowedTools | None = None
 
 
-class ChatRequest(GenerationRequest, kw_only=True):
-    """Body of POST /v1/chat/completions."""
+class ChatFields(GenerationRequest, kw_only=True):
+    """Fields of both chat routes."""
 
-    messages: Long[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
@@ -294,3 +293,48 @@ class ChatRequest(GenerationRequest, kw_only=True):
     MISPLACED: ClassVar[dict[str, str]] = {
         "prompt": "/v1/completions", "input": "/v1/responses", "store": "/v1/responses",
     }  # fmt: skip
+
+
+class ChatRequest(ChatFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Long[ChatMessage]
+
+
+class BatchChatRequest(ChatFields, kw_only=True):
+    """Body of POST /v1/chat/completions/batch: several conversations with the same parameters."""
+
+    messages: Annotated[list[Long[ChatMessage]], Meta(min_length=1, max_length=1_024)]
+
+    def chats(self) -> list[ChatRequest]:
+        """Return the request of each conversation."""
+        shared = {name: getattr(self, name) for name in ChatFields.__struct_fields__}
+        return [ChatRequest(messages=messages, **shared) for messages in self.messages]
+
+
+class TokensRequest(SizeLimits, kw_only=True):
+    """Body of POST /inference/v1/generate. sampling_params: the sampling fields of a completion."""
+
+    token_ids: Many[Int]
+    sampling_params: dict[str, Any]
+    model: Label | None = None
+    request_id: RequestId | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Label | None = None
+    priority: Int | None = None
+    return_token_ids: bool | None = None  # the answer always has them
+
+    MANY_VALUES: ClassVar[dict[str, int]] = {"token_ids": MAX_TOKEN_IDS}
+    MAX_BYTES: ClassVar[dict[str, int]] = SizeLimits.MAX_BYTES | {"sampling_params": 2**20}
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "token_offsets": (),
+        "features": (),
+        "content_parts": ([],),
+        "output_mode": ("tokens",),
+        "parse_context": (),
+        "reasoning_ended": (False,),
+        "reasoning_parser_kwargs": ({},),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+    }

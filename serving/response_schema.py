@@ -92,6 +92,24 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class TokensChoice(msgspec.Struct, kw_only=True):
+    """One answer of /inference/v1/generate, or the part of it in a stream event: token ids, no text."""
+
+    index: int
+    logprobs: ChatLogprobs | None = None  # its tokens are shown as token_id:5
+    finish_reason: str | None
+    token_ids: list[int]
+
+
+class TokensAnswer(msgspec.Struct, kw_only=True):
+    """Response of POST /inference/v1/generate, and event of its stream."""
+
+    request_id: str
+    choices: list[TokensChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # of a whole answer; None: not asked for
+
+
 class FunctionCall(msgspec.Struct):
     """The called function. `arguments` is a string of JSON."""
 

@@ -1,6 +1,7 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and /v1/chat/completions/batch for several conversations."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, cast
@@ -12,8 +13,8 @@ from starlette.responses import Response
 
 from jpaged.chat.turn import ChatTurn
 from jpaged.errors import RequestError
-from jpaged.frontend.prompt_streams import outputs_of
-from jpaged.outputs import RequestOutput
+from jpaged.frontend.prompt_streams import merge_streams, outputs_of
+from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving import generation
 from jpaged.serving.body import read_body
@@ -27,7 +28,7 @@ from jpaged.serving.json_pieces import JSONPieces, plain_pieces
 from jpaged.serving.logprob_shapes import chat_logprob_pieces, chat_logprobs
 from jpaged.serving.output_format import names_as_sent
 from jpaged.serving.prompts import salted
-from jpaged.serving.request_schema import ChatRequest
+from jpaged.serving.request_schema import BatchChatRequest, ChatFields, ChatRequest
 from jpaged.serving.response_schema import (
     AnyChatCompletion,
     ChatChoice,
@@ -37,6 +38,11 @@ from jpaged.serving.response_schema import (
     Delta,
 )
 from jpaged.serving.sse import open_stream
+from jpaged.serving.typed_items import renamed
+
+SEND_APART = "a batch has no such field: send the conversations to /v1/chat/completions"
+# Fields of a chat that a batch does not have.
+NOT_IN_BATCH = ("stream", "n", "use_beam_search", "tools", "functions", "prompt_logprobs", "return_prompt_text")
 
 
 async def chat_completions(request: Request) -> Response:
@@ -44,41 +50,104 @@ async def chat_completions(request: Request) -> Response:
     return await answer_chat(request, await read_body(request, ChatRequest))
 
 
+async def batch_chat_completions(request: Request) -> Response:
+    """Answer several conversations with the same parameters: one choice for each, in their order."""
+    server: Server = request.app.state.server
+    body = await read_body(request, BatchChatRequest)
+    for name in NOT_IN_BATCH:
+        if getattr(body, name) not in (None, False, [], 1 if name == "n" else None):
+            raise RequestError(name, getattr(body, name), SEND_APART)
+    with generation.named_as_sent(_names(body)):
+        head = Head.new("chatcmpl", server.model_name(body.model), body.request_id, tier=body.service_tier)
+        params = _params(server, body)
+        runs = await run_in_threadpool(_prepared_batch, server, body, params)
+        streams = [
+            server.engine.generate(
+                salted([run.turn.prompt], body.cache_salt)[0], run.params, f"{head.request_id}-{i}",
+                priority=body.priority or 0, refuse_cut=_has_max_tokens(body),
+            )
+            for i, run in enumerate(runs)
+        ]  # fmt: skip
+
+        async def work() -> Response:
+            finals = await generation.finished(merge_streams(streams))
+            choices = [
+                await _choice(body, run.answers, finals[i].outputs[0], index=i) for i, run in enumerate(runs)
+            ]
+            return JSONPieces(ChatCompletion(**head.fields(), choices=choices, usage=generation.usage(finals)))
+
+        return await until_disconnect(request.receive, work())
+
+
 async def answer_chat(request: Request, body: ChatRequest) -> Response:
     """Answer a request whose body was read."""
     server: Server = request.app.state.server
+    with generation.named_as_sent(_names(body)):
+        return await _answer(request, server, body)
+
+
+def _names(body: ChatFields) -> dict[str, str]:
+    """Map the engine's parameter names to the names that this request used."""
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
     if body.tools:
         names["structured_outputs.grammar"] = "tools"  # the grammar of a forced call is made of the tools
         names["structured_outputs.regex"] = "tools"
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    with generation.named_as_sent(names | names_as_sent(body)):
-        return await _answer(request, server, body)
+    return names | names_as_sent(body)
 
 
 async def _answer(request: Request, server: Server, body: ChatRequest) -> Response:
     head = Head.new("chatcmpl", server.model_name(body.model), body.request_id, tier=body.service_tier)
     fields = StreamFields.of(body)
-    defaults = server.engine.default_sampling_params
-    params = generation.sampling_params(
-        body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=_top_logprobs(body)
-    )
+    params = _params(server, body)
     tools, turn = await run_in_threadpool(_prepared, server, body, params)
     params = turn_params(body, turn, params)
     answers = ChatAnswers(
         turn.reader, tools, reasoning=body.include_reasoning is not False, before=echoed_text(body)
     )
     prompts = salted([turn.prompt], body.cache_salt)
-    # Clients expect an error for a max_tokens that does not fit, as from OpenAI and vLLM.
-    asked = body.max_tokens is not None or body.max_completion_tokens is not None
     outputs = outputs_of(
-        server.engine, prompts, params, head.request_id, priority=body.priority or 0, refuse_cut=asked
-    )
+        server.engine, prompts, params, head.request_id, priority=body.priority or 0,
+        refuse_cut=_has_max_tokens(body),
+    )  # fmt: skip
     if body.stream:
         events = _events(server, body, outputs, params.n, answers, head, fields)
         return await open_stream(request.receive, events)
     return await until_disconnect(request.receive, _whole(server, body, outputs, answers, head))
+
+
+def _params(server: Server, body: ChatFields) -> SamplingParams:
+    defaults = server.engine.default_sampling_params
+    return generation.sampling_params(
+        body, defaults, max_tokens=_max_tokens(body, defaults), logprobs=_top_logprobs(body)
+    )
+
+
+def _has_max_tokens(body: ChatFields) -> bool:
+    """Return True if the request sets the limit: clients expect an error if it does not fit, as from OpenAI."""
+    return body.max_tokens is not None or body.max_completion_tokens is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _BatchedRun:
+    """A conversation of a batch, ready to run."""
+
+    turn: ChatTurn
+    params: SamplingParams
+    answers: ChatAnswers
+
+
+def _prepared_batch(server: Server, body: BatchChatRequest, params: SamplingParams) -> list[_BatchedRun]:
+    runs = []
+    for i, chat in enumerate(body.chats()):
+        with renamed(((r"^messages\b", f"messages[{i}]"),)):
+            tools, turn = _prepared(server, chat, params)
+        answers = ChatAnswers(
+            turn.reader, tools, reasoning=body.include_reasoning is not False, before=echoed_text(chat)
+        )
+        runs.append(_BatchedRun(turn, turn_params(chat, turn, params), answers))
+    return runs
 
 
 def _prepared(server: Server, body: ChatRequest, params: SamplingParams) -> tuple[ChatTools, ChatTurn]:
@@ -88,28 +157,30 @@ def _prepared(server: Server, body: ChatRequest, params: SamplingParams) -> tupl
 
 async def _whole(server: Server, body: ChatRequest, outputs: Outputs, answers: ChatAnswers, head: Head) -> Response:
     finals = await generation.finished(outputs)
-    choices = []
-    for output in finals[0].outputs:
-        choice = ChatChoice(
-            index=output.index,
-            message=answers.message(output.index, output.text),
-            finish_reason=answers.finish_reason(output.index, output.finish_reason),
-            stop_reason=output.stop_reason,
-        )
-        if output.logprobs is not None and body.logprobs and output.token_ids:
-            choice.logprobs = await chat_logprob_pieces(
-                output.token_ids, output.logprobs, body.shown_logprobs,
-                as_ids=bool(body.return_tokens_as_token_ids),
-            )  # fmt: skip
-        if body.return_token_ids:
-            choice.token_ids = output.token_ids
-        choices.append(choice)
-        await asyncio.sleep(0)
+    choices = [await _choice(body, answers, output, index=output.index) for output in finals[0].outputs]
     answer = ChatCompletion(**head.fields(), choices=choices, usage=generation.usage(finals))
     await _add_prompt(answer, server, body, finals[0])
     if body.prompt_logprobs is not None and finals[0].prompt_logprobs is not None:
         answer.prompt_logprobs = cast(Any, await prompt_logprob_pieces(finals[0].prompt_logprobs))
     return JSONPieces(answer)
+
+
+async def _choice(body: ChatFields, answers: ChatAnswers, output: CompletionOutput, *, index: int) -> ChatChoice:
+    """Return a complete answer. index: its place among the choices."""
+    choice = ChatChoice(
+        index=index,
+        message=answers.message(output.index, output.text),
+        finish_reason=answers.finish_reason(output.index, output.finish_reason),
+        stop_reason=output.stop_reason,
+    )
+    if output.logprobs is not None and body.logprobs and output.token_ids:
+        choice.logprobs = await chat_logprob_pieces(
+            output.token_ids, output.logprobs, body.shown_logprobs, as_ids=bool(body.return_tokens_as_token_ids)
+        )
+    if body.return_token_ids:
+        choice.token_ids = output.token_ids
+    await asyncio.sleep(0)
+    return choice
 
 
 async def _add_prompt(
@@ -166,7 +237,7 @@ def _part(body: ChatRequest, new: Update, answers: ChatAnswers) -> ChatChunkChoi
     return choice
 
 
-def _top_logprobs(body: ChatRequest) -> int | None:
+def _top_logprobs(body: ChatFields) -> int | None:
     """Return the number of log-probabilities per token; None: none. 0: only the chosen token's."""
     if body.logprobs:
         return body.top_logprobs or 0
@@ -175,7 +246,7 @@ def _top_logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-def _max_tokens(body: ChatRequest, defaults: SamplingParams) -> int | None:
+def _max_tokens(body: ChatFields, defaults: SamplingParams) -> int | None:
     """Return the maximum number of tokens of the answer; None: until max_model_len is reached.
 
     The default is generation_config.json's value, if it has one.

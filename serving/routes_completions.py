@@ -1,8 +1,9 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, and POST /inference/v1/generate: token ids in, and token ids out."""
 
 import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,14 +15,22 @@ from jpaged.serving import generation
 from jpaged.serving.body import read_body
 from jpaged.serving.completion_answers import CompletionAnswers
 from jpaged.serving.disconnect import until_disconnect
-from jpaged.serving.echo import prompt_only
+from jpaged.serving.echo import prompt_logprob_pieces, prompt_only
 from jpaged.serving.generation import Head, Outputs, Server, StreamFields
-from jpaged.serving.json_pieces import JSONPieces
+from jpaged.serving.json_pieces import JSONPieces, plain_pieces
+from jpaged.serving.logprob_shapes import chat_logprob_pieces, chat_logprobs
 from jpaged.serving.output_format import names_as_sent
-from jpaged.serving.prompts import completion_prompts, prompt_list
-from jpaged.serving.request_schema import CompletionRequest
-from jpaged.serving.response_schema import Completion
+from jpaged.serving.prompts import completion_prompts, prompt_list, salted
+from jpaged.serving.request_schema import MAX_ALLOWED_IDS, SAMPLING_FIELDS, CompletionRequest, TokensRequest
+from jpaged.serving.response_schema import Completion, TokensAnswer, TokensChoice
 from jpaged.serving.sse import open_stream
+from jpaged.serving.typed_items import convert, renamed
+
+TOKENS_FIELDS = frozenset(SAMPLING_FIELDS) | {"max_tokens", "logprobs", "structured_outputs"}
+# From the names of a completion to those of /inference/v1/generate. The first match applies.
+TOKENS_NAMES = (
+    (r"^prompt(_token_ids)?$", "token_ids"), (r"^(?!(?:priority|cache_salt|stream)$)", "sampling_params."),
+)  # fmt: skip
 
 
 async def completions(request: Request) -> Response:
@@ -107,3 +116,77 @@ async def _events(
                 yield fields.pad(Completion(**shared, choices=[choice], **fields.usage(progress)))
     if fields.total:
         yield Completion(**shared, choices=[], usage=progress.usage())
+
+
+async def generate(request: Request) -> Response:
+    """Complete token ids: the answer has token ids, and no text."""
+    server: Server = request.app.state.server
+    body = await read_body(request, TokensRequest)
+    head = Head.new("generate-tokens", server.model_name(body.model), body.request_id)
+    for name in body.sampling_params.keys() - TOKENS_FIELDS:
+        raise RequestError(f"sampling_params.{name}", body.sampling_params[name], "unknown sampling parameter")
+    fields = convert("sampling_params", {**body.sampling_params, "prompt": []}, CompletionRequest)
+    fields.stream, fields.stream_options = body.stream, body.stream_options
+    usage = StreamFields.of(fields)
+    with renamed(TOKENS_NAMES), generation.named_as_sent(names_as_sent(fields)):
+        params = _tokens_params(fields, server.engine.default_sampling_params)
+        prompts = salted([{"prompt_token_ids": body.token_ids}], body.cache_salt)
+        outputs = outputs_of(
+            server.engine, prompts, params, head.request_id, priority=body.priority or 0,
+            refuse_cut=fields.max_tokens is not None,
+        )  # fmt: skip
+        if body.stream:
+            events = _token_events(outputs, params, head.id, usage)
+            return await open_stream(request.receive, events)
+        return await until_disconnect(request.receive, _whole_tokens(outputs, params, head.id))
+
+
+def _tokens_params(fields: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """Return the sampling parameters. As in a chat, max_tokens defaults to what fits."""
+    most = fields.max_tokens
+    if most is None and defaults.max_tokens != SamplingParams().max_tokens:
+        most = defaults.max_tokens
+    logprobs = 0 if fields.logprob_token_ids else fields.logprobs
+    return generation.sampling_params(fields, defaults, max_tokens=most, logprobs=logprobs)
+
+
+async def _whole_tokens(outputs: Outputs, params: SamplingParams, request_id: str) -> Response:
+    finals = await generation.finished(outputs)
+    choices = []
+    for output in finals[0].outputs:
+        ids = await plain_pieces(output.token_ids)
+        choice = TokensChoice(index=output.index, finish_reason=output.finish_reason, token_ids=cast(Any, ids))
+        if output.logprobs is not None:
+            choice.logprobs = await chat_logprob_pieces(
+                output.token_ids, output.logprobs, _num_shown(params), as_ids=True
+            )
+        choices.append(choice)
+    answer = TokensAnswer(
+        request_id=request_id, choices=choices, usage=generation.usage(finals), prompt_logprobs=None
+    )
+    if finals[0].prompt_logprobs is not None:
+        answer.prompt_logprobs = cast(Any, await prompt_logprob_pieces(finals[0].prompt_logprobs))
+    return JSONPieces(answer)
+
+
+async def _token_events(
+    outputs: Outputs, params: SamplingParams, request_id: str, fields: StreamFields
+) -> AsyncGenerator[TokensAnswer, None]:
+    progress = generation.Progress()
+    async with aclosing(generation.updates(outputs, params.n, progress)) as updates:
+        async for new in updates:
+            if not new.token_ids and new.finish_reason is None:
+                continue
+            choice = TokensChoice(index=new.choice, finish_reason=new.finish_reason, token_ids=new.token_ids)
+            if new.logprobs is not None:
+                choice.logprobs = chat_logprobs(new.token_ids, new.logprobs, _num_shown(params), as_ids=True)
+            yield TokensAnswer(request_id=request_id, choices=[choice], **fields.usage(progress))
+    if fields.total:
+        yield TokensAnswer(request_id=request_id, choices=[], usage=progress.usage())
+
+
+def _num_shown(params: SamplingParams) -> int:
+    """Return the number of most likely tokens that an answer shows. With ids that the request names: all entries."""
+    if params.logprob_token_ids:
+        return len(params.logprob_token_ids) + 1
+    return MAX_ALLOWED_IDS if params.logprobs == -1 else params.logprobs or 0

@@ -16,7 +16,12 @@ POOL = {
     "/classify": {"input": "never ends"},
     "/score": SCORE, "/v1/score": SCORE, "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK,
 }  # fmt: skip
-BODIES = GENERATE | POOL
+TALKS = [[{"role": "user", "content": text}] for text in ("never", "ends")]
+OTHERS = {
+    "/v1/chat/completions/batch": {"messages": TALKS, "max_tokens": 3000},
+    "/inference/v1/generate": {"token_ids": [101, 102], "sampling_params": {"max_tokens": 3000}},
+}
+BODIES = GENERATE | POOL | OTHERS
 STREAMS = sorted(GENERATE)
 
 

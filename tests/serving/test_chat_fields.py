@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from jpaged.serving import ignored_fields
 from tests.serving.chat_requests import chat, chunks, refused
-from tests.serving.http_client import CHAT, strict
+from tests.serving.http_client import CHAT, post, strict
 from tests.serving.tool_definitions import OFFERED
 
 FUNCTIONS = [tool["function"] for tool in OFFERED]
@@ -76,6 +76,23 @@ def test_verbosity_is_a_variable_of_templates_that_read_it(chat_url, engine):
     engine.tokenizer.chat_template += "{{ verbosity }}"
     assert chat(chat_url, verbosity="low", max_tokens=1)
     assert engine.tokenizer.seen_options["verbosity"] == "low"
+
+
+def test_a_batch_of_conversations(chat_url, engine):
+    talks = [[{"role": "user", "content": text}] for text in ("ab", "cde")]
+    fields = {"messages": talks, "max_tokens": 2, "logprobs": True, "return_token_ids": True}
+    answer = post(chat_url, "/v1/chat/completions/batch", fields).json()
+    assert [(one["index"], one["message"]["content"]) for one in answer["choices"]] == [(0, "<u"), (1, "<u")]
+    assert sorted(map(bytes, engine.seen_prompts)) == [b"<user>ab<assistant>", b"<user>cde<assistant>"]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, engine.seen_prompts))
+    assert answer["usage"]["completion_tokens"] == 4
+    assert all(bytes(one["token_ids"]) == b"<u" and one["logprobs"]["content"] for one in answer["choices"])
+    for wrong, name in (
+        ({"stream": True}, "stream"), ({"n": 2}, "n"), ({"tools": OFFERED}, "tools"), ({"messages": []}, "messages"),
+        ({"messages": [talks[0], [{"role": "user"}]]}, "messages[1][0].content"),
+    ):  # fmt: skip
+        refused = post(chat_url, "/v1/chat/completions/batch", fields | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), refused.text
 
 
 def test_functions_are_answered_in_their_own_format(chat_url, engine):

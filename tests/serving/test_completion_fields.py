@@ -126,6 +126,36 @@ def test_token_ids(url):
     assert "token_ids" not in complete(url, prompt="ab", max_tokens=1)["choices"][0]
 
 
+def test_token_ids_in_and_out(url, engine):
+    path, body = "/inference/v1/generate", {"token_ids": [97, 98], "request_id": "r"}
+    made = post(url, path, body | {"sampling_params": {"max_tokens": 3, "n": 2, "logprobs": 1, "prompt_logprobs": 0}})
+    answer = made.json()
+    assert answer["request_id"] == "generate-tokens-r"
+    assert [(one["token_ids"], one["finish_reason"]) for one in answer["choices"]] == [
+        ([97, 98, 97], "length"), ([98], "stop"),
+    ]  # fmt: skip
+    first = answer["choices"][0]["logprobs"]["content"][0]
+    assert (first["token"], [one["token"] for one in first["top_logprobs"]]) == ("token_id:97", ["token_id:98"])
+    assert answer["prompt_logprobs"][1]["98"]["logprob"] == -0.5
+    assert answer["usage"]["completion_tokens"] == 4
+    asked = body | {"sampling_params": {"max_tokens": 2}, "stream": True, "stream_options": {"include_usage": True}}
+    *parts, last = (json.loads(event) for event in events(post(url, path, asked)))
+    assert [part["choices"][0]["token_ids"] for part in parts] == [[97], [98]]
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
+    engine.max_model_len = 5
+    assert len(post(url, path, body | {"sampling_params": {}}).json()["choices"][0]["token_ids"]) == 3
+    for wrong, name in (
+        ({"token_ids": []}, "token_ids"), ({"token_ids": [300]}, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"top_k": "x"}}, "sampling_params.top_k"),
+        ({"sampling_params": {"echo": True}}, "sampling_params.echo"),
+        ({"sampling_params": {"max_tokens": 9}}, "sampling_params.max_tokens"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+    ):  # fmt: skip
+        refused = post(url, path, body | {"sampling_params": {}} | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), refused.text
+
+
 def test_tokens_as_token_ids(url):
     made = complete(url, prompt="z", max_tokens=2, logprobs=1, return_tokens_as_token_ids=True, echo=True)
     logprobs = made["choices"][0]["logprobs"]

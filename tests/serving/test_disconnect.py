@@ -11,9 +11,11 @@ from jpaged.params.pooling import PooledModel
 from tests.serving.http_client import wait_for
 from tests.serving.request_bodies import BODIES, POOL, STREAMS, request_bytes
 
+TOKENS = "/inference/v1/generate"
 # Paths of POST routes that do not use the engine.
 ASK_NOTHING = {
     "/tokenize", "/detokenize", "/ping", "/v1/messages/count_tokens", "/v1/responses/{response_id}/cancel",
+    "/v1/responses/input_tokens",
 }  # fmt: skip
 
 
@@ -36,7 +38,7 @@ def test_disconnect_aborts_pooling(url, engine, path):
     ("path", "stream", "started"),
     [
         pytest.param(path, stream, started, marks=[pytest.mark.slow] * (stream is not started))
-        for path, stream, started in itertools.product(STREAMS, (False, True), (False, True))
+        for path, stream, started in itertools.product((*STREAMS, TOKENS), (False, True), (False, True))
     ],
 )
 def test_disconnect_aborts(url, engine, path, stream, started):
@@ -52,12 +54,18 @@ def test_disconnect_aborts(url, engine, path, stream, started):
     assert engine.steps.get(request_id, 0) <= before + 2
 
 
-def test_disconnect_aborts_all_prompts_of_a_request(url, engine):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["one", "two"], "max_tokens": 3000}),
+        ("/v1/chat/completions/batch", BODIES["/v1/chat/completions/batch"]),
+    ],
+)
+def test_disconnect_aborts_all_prompts_of_a_request(url, engine, path, body):
     engine.step_seconds = 0.05
-    body = {"prompt": ["one", "two", "three"], "max_tokens": 3000}
     with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as raw:
-        raw.sendall(request_bytes("/v1/completions", body))
-        wait_for(lambda: len(engine.running) == 3)
+        raw.sendall(request_bytes(path, body))
+        wait_for(lambda: len(engine.running) == 2)
     wait_for(lambda: not engine.running)
 
 
