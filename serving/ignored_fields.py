@@ -48,22 +48,22 @@ class _Level(NamedTuple):
     fields: "dict[str, _Level]"
 
 
-_Objects = list[dict[str, msgspec.Raw]] | dict[str, msgspec.Raw]
-_BRACKETS = frozenset(b"[{")
-
-
 def _visit(raw: msgspec.Raw, level: _Level, found: set[str]) -> None:
-    """Add the unknown fields of an object, or of a list of objects."""
-    if not level.fields or memoryview(raw)[0] not in _BRACKETS:
+    """Add the unknown fields of an object, or of objects in lists."""
+    if not level.fields:
         return
-    objects = msgspec.json.decode(raw, type=_Objects)
-    for one in [objects] if isinstance(objects, dict) else objects:
-        for name, value in one.items():
-            below = level.fields.get(name)
-            if below is not None:
-                _visit(value, below, found)
-            elif len(found) < MAX_NAMES and bytes(value) != b"null":
-                found.add(name[:MAX_CHARACTERS])
+    first = memoryview(raw)[0]
+    if first == ord("["):
+        for one in msgspec.json.decode(raw, type=list[msgspec.Raw]):
+            _visit(one, level, found)
+    if first != ord("{"):
+        return
+    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        below = level.fields.get(name)
+        if below is not None:
+            _visit(value, below, found)
+        elif len(found) < MAX_NAMES and bytes(value) != b"null":
+            found.add(name[:MAX_CHARACTERS])
 
 
 @functools.cache
