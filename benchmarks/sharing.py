@@ -75,7 +75,7 @@ def samples(sharing: LLM, separate: LLM) -> Sharing:
 
 
 def beams(sharing: LLM, separate: LLM) -> Sharing:
-    """Compare the searches of examples/beam_search.py with one request per beam."""
+    """Compare two beam searches of 4 with one request per beam."""
     one = SamplingParams(temperature=0.7, top_p=0.9)
     return Sharing(
         f"{len(SEED_PROMPTS)} beam searches of {BEAMS}, prompts with a common prefix",

@@ -1,5 +1,6 @@
 """Complete a few prompts in one batch: `python examples/offline_batch.py [MODEL]`."""
 
+import dataclasses
 import sys
 
 from jpaged import LLM, SamplingParams
@@ -7,9 +8,11 @@ from jpaged import LLM, SamplingParams
 
 def main() -> None:
     """Print a greedy and a sampled answer to each prompt."""
-    prompts = ["def read_json(path):", "class Stack:\n    def __init__(self):"]
+    prompts = ["def split_path(path):", "class Lock:\n    def __enter__(self):"]
+    greedy = SamplingParams(temperature=0, repetition_penalty=1.15, stop="\n\n\n", max_tokens=64)
+    sampled = dataclasses.replace(greedy, temperature=0.3, seed=1)
     with LLM(sys.argv[1] if len(sys.argv) > 1 else "demo") as llm:
-        for params in (SamplingParams(temperature=0, max_tokens=48), SamplingParams(seed=1, top_p=0.9, max_tokens=48)):
+        for params in (greedy, sampled):
             for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
                 print(f"--- temperature {params.temperature}, {output.outputs[0].finish_reason}")
                 print(prompt + output.outputs[0].text)

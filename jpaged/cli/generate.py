@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
+from jpaged.cli.demo_prompts import FIRST_PROMPTS, FIRST_STOP
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, engine_options, one_line_help
 from jpaged.cli.offline import outputs_as_they_come
 from jpaged.cli.results import OutputJson, check_writable, machine, write_json
@@ -21,7 +21,7 @@ from jpaged.outputs import EngineStats, Logprob, RequestOutput
 class Generate(SamplingFlags):
     """Complete prompts in one batch, and print each answer as soon as it is finished. Sampling is greedy by default.
 
-    Example: jpaged generate demo "def read_json(path):"
+    Example: jpaged generate demo "def split_path(path):"
 
     Example: jpaged generate --model Qwen/Qwen3-0.6B "The capital of France is" "2 + 2 ="
 
@@ -32,7 +32,7 @@ class Generate(SamplingFlags):
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [PROMPT ...]", help_behavior_hint="")
     ] = ()
     """The model (unless --model names it), then prompts. Prompts after a bare -- may begin with a dash. Default:
-    twenty beginnings of Python code as prompts."""
+    six beginnings of Python code as prompts, each answer ending with its function or class."""
 
     output_json: OutputJson = None
     """Write prompts, answers and statistics to this file, as JSON."""
@@ -48,7 +48,9 @@ class Generate(SamplingFlags):
         model, prompts = self.model_and_prompts()
         options = engine_options(self.engine, model)
         options |= {"max_queued_requests": None, "max_queued_tokens": None}  # one batch of any size, as with LLM
-        params = self.sampling_params()
+        first = tuple(prompts) == FIRST_PROMPTS and not self.stop and not self.use_beam_search
+        flags = dataclasses.replace(self, stop=FIRST_STOP) if first else self
+        params = flags.sampling_params(options["model"])
         check_writable(self.output_json)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -88,7 +90,7 @@ class Generate(SamplingFlags):
         """Split the positional arguments: the first is the model, unless --model names it; the others are prompts."""
         words = list(self.words)
         model = words.pop(0) if words and self.engine.model is None else None
-        return model, words or list(BUILT_IN_PROMPTS)
+        return model, words or list(FIRST_PROMPTS)
 
     def _report(
         self,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jpaged.cli.demo_prompts import DEMO_REPETITION_PENALTY
 from jpaged.cli.flags import one_line_help, read_text
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
@@ -65,8 +66,9 @@ class SamplingFlags:
     frequency_penalty: float = 0.0
     """Subtracted from the logit of each token, once per occurrence in the answer."""
 
-    repetition_penalty: float = 1.0
-    """Above 1, tokens that are in the prompt or the answer become less likely."""
+    repetition_penalty: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Above 1, tokens that are in the prompt or the answer become less likely. Default: 1, and 1.15 for the demo
+    model, which repeats itself otherwise."""
 
     sampling_seed: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Seed of the sampling of each prompt. Default: drawn from --seed, another one for each prompt."""
@@ -101,8 +103,11 @@ class SamplingFlags:
     logprobs: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Number of most likely tokens per position whose log-probabilities --output-json contains. Default: none."""
 
-    def sampling_params(self) -> SamplingParams:
-        """Return the flags as SamplingParams. Raises RequestError that names a bad flag."""
+    def sampling_params(self, model: str) -> SamplingParams:
+        """Return the flags as SamplingParams for a model. Raises RequestError that names a bad flag."""
+        penalty = self.repetition_penalty
+        if penalty is None:
+            penalty = DEMO_REPETITION_PENALTY if model == "demo" and not self.use_beam_search else 1.0
         params = SamplingParams(
             n=self.n,
             best_of=self.best_of,
@@ -117,7 +122,7 @@ class SamplingFlags:
             typical_p=self.typical_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=penalty,
             min_tokens=self.min_tokens,
             stop=self.stop,
             bad_words=self.bad_words or None,

@@ -3,6 +3,7 @@
 One runs in a process of its own, as a user starts it. The others run in this one, which saves the start of Python.
 """
 
+import ast
 import io
 import json
 import subprocess
@@ -52,6 +53,17 @@ def test_generate(tmp_path):
     assert "KV cache: peak" in done.stdout
     assert report["stats"]["compiles_after_ready"] == 0
     assert report["machine"]["jax"]
+
+
+@pytest.mark.slow
+def test_the_first_answers_are_python_without_repetitions(tmp_path, jpaged):
+    path = tmp_path / "answers.json"
+    jpaged("generate", "--model", "demo", "--output-json", str(path))
+    for output in json.loads(path.read_text())["outputs"]:
+        ast.parse(output["prompt"] + output["text"])
+        assert output["finish_reason"] == "stop"
+        lines = [line for line in output["text"].splitlines() if line.strip()]
+        assert len(set(lines)) == len(lines) >= 2
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ FLAGS = {
 
 
 def given(*words: str) -> SamplingParams:
-    return tyro.cli(SamplingFlags, args=list(words)).sampling_params()
+    return tyro.cli(SamplingFlags, args=list(words)).sampling_params("a-model")
 
 
 def test_numbers():
@@ -26,6 +26,16 @@ def test_numbers():
     params = given(*words, "--sampling-seed", "5", "--ignore-eos")
     fields: dict[str, Any] = {name: float(value) if "." in value else int(value) for name, value in FLAGS.items()}
     assert params == SamplingParams(**fields, seed=5, ignore_eos=True)
+
+
+def test_the_demo_model_has_its_own_repetition_penalty():
+    def penalty(*words: str) -> float:
+        return tyro.cli(SamplingFlags, args=list(words)).sampling_params("demo").repetition_penalty
+
+    assert given().repetition_penalty == 1
+    assert penalty() == 1.15
+    assert penalty("--repetition-penalty", "1") == 1
+    assert penalty("--use-beam-search", "--beam-width", "2") == 1  # a beam search takes no penalty
 
 
 def test_texts(tmp_path: pathlib.Path):
