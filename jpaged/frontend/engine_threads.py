@@ -171,7 +171,7 @@ class EngineThreads:
             try:
                 thread.check_health()
             except EngineError as error:
-                raise EngineError(f"engine {index}: {error}") from error
+                raise EngineError(f"engine {index}: {error}") from None
 
     def close(self) -> None:
         """Abort all requests, end the threads, and free the device memory."""

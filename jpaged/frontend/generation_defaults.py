@@ -45,4 +45,4 @@ def generation_defaults(
     try:
         return SamplingParams(**given)
     except RequestError as error:
-        raise ModelLoadError(f"generation_config.json: {error}; correct the file") from error
+        raise ModelLoadError(f"generation_config.json: {error}; correct the file") from None

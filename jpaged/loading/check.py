@@ -57,7 +57,7 @@ class Answers:
             *outputs, logits = (_decode(array) for array in values["arrays"])
             return cls(values["token_ids"], outputs, logits)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RequestError("answers", str(path), f"must be a file that --record wrote ({error})") from error
+            raise RequestError("answers", str(path), f"must be a file that --record wrote ({error})") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ def transformers_answers(model: LoadedModel, token_ids: list[int]) -> Answers:
             model.source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{model.source}: Transformers cannot load it: {error}") from error
+        raise ModelLoadError(f"{model.source}: Transformers cannot load it: {error}") from None
     outputs: list[np.ndarray] = []
 
     def keep(value: Any) -> None:

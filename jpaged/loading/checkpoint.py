@@ -35,7 +35,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         check_file(path, MAX_JSON)
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must contain a JSON object, not a {type(value).__name__}")
     return value

@@ -188,7 +188,7 @@ def _restore_rest(source: Path, out: Path, manifest: Manifest) -> dict[str, list
         try:
             header, rest = ((source / f"{file}.{part}").read_bytes() for part in ("header", "rest"))
         except OSError as error:
-            raise ModelLoadError(f"{source}: the saved parts of {file} cannot be read ({error}): {AGAIN}") from error
+            raise ModelLoadError(f"{source}: the saved parts of {file} cannot be read ({error}): {AGAIN}") from None
         path = out / file
         path.write_bytes(header)
         os.truncate(path, size)

@@ -48,7 +48,7 @@ def complete_or_gone(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=PARTIAL, dir=out.parent))
     except OSError as error:
-        raise RequestError("out", str(out), f"cannot be written: {error.strerror}") from error
+        raise RequestError("out", str(out), f"cannot be written: {error.strerror}") from None
     try:
         yield work
         work.chmod(0o777 & ~_umask())

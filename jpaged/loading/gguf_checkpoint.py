@@ -134,7 +134,7 @@ class GgufCheckpoint:
         try:
             values = numbers(raw, tensor.file.entries[tensor.source].dtype).reshape(tensor.entry.shape)
         except ValueError as error:
-            raise self._damaged(name, str(error)) from error
+            raise self._damaged(name, str(error)) from None
         if heads := self._permuted_heads(name):
             return _halves_first(values, heads)
         if self._architecture in _GEMMAS and tensor.source.endswith("norm.weight"):
@@ -160,7 +160,7 @@ class GgufCheckpoint:
         try:
             return gguf_blocks.quantized(raw, kind, tensor.entry.shape)
         except ValueError as error:
-            raise self._damaged(name, str(error)) from error
+            raise self._damaged(name, str(error)) from None
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:
         """As `quantized`, with a jax.ShapeDtypeStruct in place of each array. It reads the header only."""

@@ -83,7 +83,7 @@ class GgufFile(MappedFile):
                 self.metadata[key] = self._value(key, self._number("<I"))
             entries = [self._entry() for _ in range(count)]
         except (struct.error, UnicodeDecodeError) as error:
-            raise self._damaged(f"its header cannot be read at byte {self._at:,} ({error}): truncated") from error
+            raise self._damaged(f"its header cannot be read at byte {self._at:,} ({error}): truncated") from None
         return self._placed(entries)
 
     def _number(self, code: str) -> int:

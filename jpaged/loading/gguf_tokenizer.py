@@ -275,4 +275,4 @@ def _bpe(keys: _Keys, merges: list[tuple[str, str]] | None, **options: Any) -> T
     try:
         return Tokenizer(models.BPE(vocab=keys.vocab, merges=merges, **options))
     except Exception as error:  # tokenizers has no error type of its own; a merge may name an unknown token
-        raise keys.damaged(f"tokenizer.ggml.tokens and merges do not make a tokenizer ({error})") from error
+        raise keys.damaged(f"tokenizer.ggml.tokens and merges do not make a tokenizer ({error})") from None

@@ -117,17 +117,17 @@ def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...], download_
                 ignore_patterns=list(_UNWANTED),
             )
         )
-    except errors.GatedRepoError as error:
+    except errors.GatedRepoError:
         raise ModelLoadError(
             f"{repo}: the hub serves this model only to users who accepted its terms: accept them on the model's page, "
             "and set HF_TOKEN"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
+        ) from None
+    except errors.RepositoryNotFoundError:
         raise ModelLoadError(
             f"{repo}: no such folder here and no such model on the hub; if it is private, set HF_TOKEN"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelLoadError(f"{repo}: the model on the hub has no revision {revision!r}") from error
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelLoadError(f"{repo}: the model on the hub has no revision {revision!r}") from None
     except errors.LocalEntryNotFoundError as error:
         cache = download_dir or huggingface_hub.constants.HF_HUB_CACHE
         # A snapshot that another program fetched may lack files. Missing files that jpaged needs are reported by name
@@ -138,9 +138,9 @@ def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...], download_
         raise ModelLoadError(
             f"{repo}: no such folder here, it is not in the cache ({cache}), and the "
             "hub cannot be reached (or HF_HUB_OFFLINE is set): fetch it with a network, or name a local folder"
-        ) from error
+        ) from None
     except Exception as error:  # the client's HTTP library and its error types differ between versions
         raise ModelLoadError(
             f"{repo}: cannot be fetched from the hub ({type(error).__name__}: {error}); "
             "complete files are kept, try again to fetch the rest"
-        ) from error
+        ) from None

@@ -26,7 +26,7 @@ class MappedFile:
         try:
             self._file = path.open("rb")
         except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
         self.size = self._file.seek(0, 2)
 
     def release_bytes(self, begin: int, end: int) -> None:

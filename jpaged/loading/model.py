@@ -233,7 +233,7 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
             raise
         raise ModelLoadError(
             f"{checkpoint.folder}: its metadata, converted to a config.json, is refused: {error}"
-        ) from error
+        ) from None
     plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
     shapes, scales = functools.partial(planned_shapes, plan), read_kv_scales(checkpoint, plan.spec)

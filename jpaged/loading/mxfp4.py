@@ -104,7 +104,7 @@ class Mxfp4Checkpoint:
         try:
             return fp4.mxfp4(blocks.reshape(*blocks.shape[:2], -1), scales)
         except ValueError as error:
-            raise ModelLoadError(f"{self.path(name)}: {name}{_SCALES}: {error}") from error
+            raise ModelLoadError(f"{self.path(name)}: {name}{_SCALES}: {error}") from None
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:
         """As `quantized`, with a jax.ShapeDtypeStruct in place of each array. It reads the header only."""

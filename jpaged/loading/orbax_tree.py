@@ -66,7 +66,7 @@ def check_tree(folder: Path) -> StoredTree:
             leaf = jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
             grid = [divmod(size, piece) for size, piece in zip(shape, chunks, strict=True)]
         except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise _damaged(file, f"it cannot be read ({first_line(error)})") from error
+            raise _damaged(file, f"it cannot be read ({first_line(error)})") from None
         if compressor is not None or any(rest for _, rest in grid):
             raise _damaged(file, "the leaf is not in equal, uncompressed pieces")
         wanted = math.prod(chunks) * leaf.dtype.itemsize
@@ -107,7 +107,7 @@ def read_leaf(folder: Path, name: str) -> np.ndarray:
         store = ts.open(_spec(folder / name), open=True, context=_MAPPED).result()
         return store.read().result()
     except Exception as error:  # tensorstore raises several types for damaged files
-        raise _damaged(folder / name, f"it cannot be read ({first_line(error)})") from error
+        raise _damaged(folder / name, f"it cannot be read ({first_line(error)})") from None
 
 
 def leaf_name(path: Sequence[Any]) -> str:
@@ -210,4 +210,4 @@ def _metadata(file: Path, *keys: str) -> list[Any]:
         values = json.loads(file.read_text(encoding="utf-8-sig"))
         return [values[key] for key in keys]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(file, f"it cannot be read ({first_line(error)})") from error
+        raise _damaged(file, f"it cannot be read ({first_line(error)})") from None

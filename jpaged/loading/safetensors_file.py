@@ -95,7 +95,7 @@ class SafetensorsFile(MappedFile):
                 raise self._damaged(f"its header has more than {_MAX_TENSORS:,} tensors")
             header = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
-            raise self._damaged(f"its header cannot be read ({error})") from error
+            raise self._damaged(f"its header cannot be read ({error})") from None
         if not isinstance(header, dict):
             raise self._damaged("its header is not a JSON object")
         header.pop("__metadata__", None)
@@ -106,8 +106,8 @@ class SafetensorsFile(MappedFile):
     def _entry(self, name: str, fields: Any, start: int) -> TensorEntry:
         try:
             dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-        except (TypeError, KeyError, ValueError) as error:
-            raise self._damaged(f"the header's entry of tensor {name} is not valid") from error
+        except (TypeError, KeyError, ValueError):
+            raise self._damaged(f"the header's entry of tensor {name} is not valid") from None
         numbers = (*shape, begin, end)
         if (
             not isinstance(dtype, str)

@@ -62,8 +62,8 @@ def load_tokenizer(folder: Path) -> Any | None:
             raise ModelLoadError(
                 f"{folder / 'tokenizer_config.json'}: the tokenizer needs code in the checkpoint (auto_map), which "
                 "jpaged does not run: convert it to tokenizer.json, or name another tokenizer with tokenizer="
-            ) from error
-        raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+            ) from None
+        raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {error}") from None
     finally:
         transformers_logging.set_verbosity(before)
 

@@ -47,7 +47,7 @@ def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
     except OSError as error:
         if folder is not None:
             message = f"compilation_cache_dir={folder!r} cannot be written: {error}; name a folder that can be written"
-            raise ModelLoadError(message) from error
+            raise ModelLoadError(message) from None
         logger.warning("%s cannot be written (%s): compiled programs are not kept for the next start", used, error)
         yield None
         return

@@ -383,7 +383,7 @@ def start_backend(config: EngineConfig) -> str:
     try:
         return jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that a backend was found
-        raise ModelLoadError(cards.cannot_start(error)) from error
+        raise ModelLoadError(cards.cannot_start(error)) from None
 
 
 # Variables that set JAX's share, or that switch its pool off.

@@ -91,4 +91,4 @@ def explained(config: EngineConfig, device_bytes: int | None) -> Generator[None]
         sentence = advice(error, config, device_bytes)
         if sentence is None:
             raise
-        raise ModelLoadError(sentence) from error
+        raise ModelLoadError(sentence) from None

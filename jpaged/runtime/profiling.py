@@ -23,7 +23,7 @@ class Profiler:
             try:
                 jax.profiler.start_trace(folder)
             except (RuntimeError, OSError) as error:
-                raise EngineError(f"the profile cannot start: {error}") from error
+                raise EngineError(f"the profile cannot start: {error}") from None
             self._running = True
 
     def stop(self) -> None:
@@ -35,7 +35,7 @@ class Profiler:
             try:
                 jax.profiler.stop_trace()
             except (RuntimeError, OSError) as error:
-                raise EngineError(f"the profile cannot be written: {error}") from error
+                raise EngineError(f"the profile cannot be written: {error}") from None
 
     def close(self) -> None:
         """Write the profile if one is running. Logs it if that fails."""

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.hub import find_model
@@ -108,6 +110,16 @@ def test_token(hub: Hub, tmp_path: Path) -> None:
 def test_not_cached_and_not_reachable(hub: Hub, tmp_path: Path) -> None:
     hub.repo = "acme/other"
     assert "hub cannot be reached" in find(hub, tmp_path, HF_HUB_OFFLINE="1")
+
+
+def test_the_error_comes_without_the_tracebacks_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("offline") from OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ModelLoadError, match="hub cannot be reached") as caught:
+        find_model("acme/other")
+    assert "offline" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -154,5 +154,5 @@ def as_array(name: str, value: Any) -> np.ndarray:
     """A numpy or jax array, on the host. Raises RequestError if it has no values, because jax traces it."""
     try:
         return np.asarray(value)
-    except TypeError as error:
-        raise RequestError(name, value, "must hold concrete values, and not be traced by jax") from error
+    except TypeError:
+        raise RequestError(name, value, "must hold concrete values, and not be traced by jax") from None

@@ -62,7 +62,7 @@ class KVHandover:
             blocks = tuple(_arrays(body[start + length :], shapes, len(names)))
             return cls(str(header["layout"]), names, blocks)
         except (ValueError, TypeError, KeyError) as error:
-            raise RequestError("data", given, f"is not KV that LLM.take_kv returned: {error}") from error
+            raise RequestError("data", given, f"is not KV that LLM.take_kv returned: {error}") from None
 
 
 def _name(digest: str, parent: str, tokens: str, kv_group: int) -> BlockName:

@@ -137,7 +137,7 @@ class Matcher:
             found = compiled.match(module, timeout=max(self._left, 1e-6))
             self._left -= time.process_time() - started
         except (regex.error, RecursionError, OverflowError) as error:
-            raise refused(key, pattern, f"is not a regular expression ({error})", "correct it") from error
-        except TimeoutError as error:
-            raise refused(key, pattern, f"takes too long to match {shown(module)}", "use a simpler one") from error
+            raise refused(key, pattern, f"is not a regular expression ({error})", "correct it") from None
+        except TimeoutError:
+            raise refused(key, pattern, f"takes too long to match {shown(module)}", "use a simpler one") from None
         return found is not None
