@@ -39,6 +39,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
+# A reason that starts with one of these words is a sentence about the parameter, and follows it without a colon.
+_VERBS = frozenset({
+    "allows", "and", "are", "cannot", "comes", "cuts", "does", "draws", "gives", "goes", "hands", "has", "have", "is",
+    "leaves", "mixes", "must", "needs", "sets", "takes", "uses",
+})  # fmt: skip
+
+
 class JPagedError(Exception):
     """Base of all errors that jpaged raises on purpose."""
 
@@ -50,14 +57,18 @@ class RequestError(JPagedError, ValueError):
     value:     the invalid value.
     accepted:  the reason: what is wrong, which values are accepted, or what to change.
 
-    The message is "reason (parameter=value)". The value comes last, because it may be long.
+    The message is "parameter reason, got value", as in "temperature must be at least 0, got -1.0". The value comes
+    last, because it may be long.
     """
 
     def __init__(self, parameter: str, value: object, accepted: str):
         self.parameter = _cut(parameter)  # a request may have a field with a name of megabytes
         self.value = value
         self.accepted = accepted
-        super().__init__(f"{accepted} ({self.parameter}={shown(value)})")
+        verb = accepted.partition(" ")[0] in _VERBS
+        self.without_value = f"{self.parameter}{'' if verb else ':'} {accepted}"  # the message in logs
+        missing = value is None and not verb  # "model: name a model"
+        super().__init__(self.without_value + ("" if missing else f", got {shown(value)}"))
 
     def __reduce__(self) -> tuple[type["RequestError"], tuple[str, object, str]]:
         """Copying and pickling call the constructor again."""

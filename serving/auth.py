@@ -36,7 +36,8 @@ class RequireKey:
         if scope["type"] == "lifespan" or not self._guards(scope["path"]) or self._known(scope):
             await self._app(scope, receive, send)
             return
-        message = f"send the {self._name}: Authorization: Bearer KEY, or x-api-key: KEY"
+        problem = "the request has a wrong" if any(_keys(scope)) else "the request has no"
+        message = f"{problem} {self._name}: send Authorization: Bearer KEY, or x-api-key: KEY"
         error = APIError(HTTPStatus.UNAUTHORIZED, message, code=f"invalid_{self._name.lower().replace(' ', '_')}")
         await error_response(error, scope)(scope, receive, send)
 

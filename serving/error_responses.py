@@ -67,18 +67,20 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
             status, param, code = HTTPStatus.INTERNAL_SERVER_ERROR, None, None
     said: str | None = str(error)
     if isinstance(error, RequestError):
-        said = f"{error.accepted} ({error.parameter})"  # without the value: logs have no prompts
+        said = error.without_value  # without the value: logs have no prompts
     if isinstance(error, HTTPException):
         message = said = error.detail
     elif isinstance(error, JPagedError) and not isinstance(error, EngineError):
         message = str(error)
     else:
-        logger.error("a request failed", exc_info=error)
+        logger.error("a request failed", exc_info=error, extra={"status": int(status)})
         said = None
         message = "the server failed on this request; its log says why"
     if said is not None:
         level = logging.INFO if status < HTTPStatus.INTERNAL_SERVER_ERROR else logging.WARNING
-        logger.log(level, "refused a request with status %d: %s", status, _one_line(said))
+        logger.log(
+            level, "refused a request with status %d: %s", status, _one_line(said), extra={"status": int(status)}
+        )
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     return int(status), {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

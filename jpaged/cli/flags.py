@@ -29,7 +29,7 @@ from jpaged.config import (
 from jpaged.errors import RequestError
 
 T = TypeVar("T")
-NO_MODEL = "name a model: a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
+NO_MODEL = "name a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
 
 # Options with a few accepted words. The help lists the words; the engine checks the value.
 CHOICES = {

@@ -98,7 +98,7 @@ def test_generate_json(tmp_path, jpaged):
 
 
 def test_generate_refuses_a_bad_prompt(capsys):
-    assert refused(capsys, "generate", "--model", "demo", "x", "", "y") == "jpaged: must not be empty (prompt='')"
+    assert refused(capsys, "generate", "--model", "demo", "x", "", "y") == "jpaged: prompt must not be empty, got ''"
 
 
 def test_chat_reads_lines_until_they_end(monkeypatch, jpaged):

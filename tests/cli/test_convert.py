@@ -56,11 +56,11 @@ def test_convert_use_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("words", "says"),
     [
         (["/nowhere/model", "OUT"], "/nowhere/model"),
-        (["demo", "OUT", "--dtype", "int8"], "must be auto, bfloat16, float16, float32 (dtype='int8')"),
+        (["demo", "OUT", "--dtype", "int8"], "dtype must be auto, bfloat16, float16, float32, got 'int8'"),
         (["demo", "OUT", "--to", "hf"], "has no jpaged.json"),
-        (["demo", "OUT", "--to", "hf", "--dtype", "float32"], "--to hf: leave it out (dtype='float32')"),
-        (["demo", "OUT", "--to", "hf", "--revision", "main"], "has no meaning with --to hf: leave it out (r"),
-        (["demo", "/dev/null/OUT"], "cannot be written: File exists (out='/dev/null/OUT')"),
+        (["demo", "OUT", "--to", "hf", "--dtype", "float32"], "--to hf: leave it out, got 'float32'"),
+        (["demo", "OUT", "--to", "hf", "--revision", "main"], "has no meaning with --to hf: leave it out, got 'main'"),
+        (["demo", "/dev/null/OUT"], "out cannot be written: File exists, got '/dev/null/OUT'"),
     ],
 )
 def test_refused_in_one_line(words: list[str], says: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -267,7 +267,7 @@ def test_answers_that_are_not_a_snapshot(status: int, body: bytes, says: str, ca
         (["http://127.0.0.1:1", "--admin-key", ""], "admin_key"),
         (["http://127.0.0.1:1", "--admin-key", "schlüssel"], "admin_key"),
         (["http://127.0.0.1:1", "--admin-key", "a\nb"], "admin_key"),
-        (["http://127.0.0.1:1", "--admin-key", "k", "--png", "/nowhere/x.png"], "png='/nowhere/x.png'"),
+        (["http://127.0.0.1:1", "--admin-key", "k", "--png", "/nowhere/x.png"], "jpaged: png"),
         (["http://127.0.0.1:1", "--admin-key", "k", "--output-json", "/nowhere/x"], "output_json"),
     ],
 )

@@ -238,7 +238,7 @@ def test_shards(model, tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--scheme", "w4a16", "--group-size", "64"], "divides the 96 inputs of model.layers.0.mlp.down_proj.weight"),
-        (["--scheme", "w4a16", "--group-size", "0"], "32, 16 fit all matrices (group_size=0)"),
+        (["--scheme", "w4a16", "--group-size", "0"], "32, 16 fit all matrices, got 0"),
         (["--scheme", "w8a8", "--group-size", "32"], "scheme w8a8 has one scale an output: leave it out"),
         (["--scheme", "w4a16", "--method", "gptq"], "resembles the model's inputs: --calibration FILE"),
         (["--scheme", "w4a16", "--method", "gptq", "--calibration", "short"], "and at least 2,048 are needed"),

@@ -104,7 +104,7 @@ def test_llm_score():
         [output] = llm.generate(text, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=3), use_tqdm=False)
         names = [next(iter(entry.values())).decoded_token for entry in output.prompt_logprobs[1:]]
         assert "".join(names) == text[len(text) - sum(map(len, names)) :]
-        with pytest.raises(RequestError, match=r"at most 5.* \(prompt_logprobs=6\)"):
+        with pytest.raises(RequestError, match=r"^prompt_logprobs.* at most 5.*, got 6"):
             llm.generate(text, SamplingParams(temperature=0, prompt_logprobs=6), use_tqdm=False)
         assert llm.stats().compiles_after_ready == 0
 

@@ -474,12 +474,12 @@ def test_after_a_start_over_no_request_waits():
 
 def test_more_answers_than_fit_at_the_same_time_are_refused():
     engine = Engine(FakeRunner(num_blocks=20))
-    with pytest.raises(RequestError, match=r"^64 answers of 40 tokens.* \(n=64\)"):
+    with pytest.raises(RequestError, match=r"^n: 64 answers of 40 tokens.*, got 64"):
         engine.add_request("a", prompt_of(8), SamplingParams(n=64, max_tokens=40))
     # 4 rows: at most four answers run at the same time
     roomy = Engine(FakeRunner(num_blocks=48))
     roomy.add_request("a", prompt_of(8), SamplingParams(n=64, max_tokens=40, seed=1))
-    with pytest.raises(RequestError, match="beam_width=64"):
+    with pytest.raises(RequestError, match=r"beam_width.*, got 64"):
         Engine(FakeRunner(num_blocks=48, max_logprobs=97)).add_request(
             "a", prompt_of(8), SamplingParams(use_beam_search=True, beam_width=64, max_tokens=40)
         )

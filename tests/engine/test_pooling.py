@@ -72,9 +72,9 @@ def test_a_failed_step_ends_its_requests_only():
 
 def test_sampling_and_pooling_requests_need_their_own_engine():
     prompt = {"prompt_token_ids": [5]}
-    with pytest.raises(RequestError, match=r"^the engine does not generate: call embed\(\).* \(runner='pooling'\)"):
+    with pytest.raises(RequestError, match=r"^runner: the engine does not generate: call embed\(\).*, got 'pooling'"):
         Engine(PoolingRunner(), options=EngineOptions(pooling=EMBEDS)).add_request("a", prompt, SamplingParams())
-    with pytest.raises(RequestError, match=r"^the engine generates.* \(runner='generate'\)"):
+    with pytest.raises(RequestError, match=r"^runner: the engine generates.*, got 'generate'"):
         Engine(FakeRunner()).add_request("a", prompt, PoolingParams())
 
 

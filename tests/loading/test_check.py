@@ -103,7 +103,7 @@ def test_refused(llama: Path, tmp_path: Path, capsys) -> None:
     for words, says in (
         ([str(llama), "--answers", str(tmp_path / "no.json")], "must be a file that --record wrote"),
         ([str(llama), "--answers", str(tmp_path / "nowhere.json")], "must be a file that --record wrote"),
-        ([str(llama), "--answers", str(answers), "--prompt", "x"], "--answers: leave one of them out (prompt='x')"),
+        ([str(llama), "--answers", str(answers), "--prompt", "x"], "--answers: leave one of them out, got 'x'"),
         ([str(llama), "--answers", str(answers), "--record", "y"], "does not go with --answers"),
         ([str(tmp_path / "other"), "--answers", str(answers)], "They are from another model"),
         (["/nowhere/model", "--answers", str(answers)], "/nowhere/model"),

@@ -353,9 +353,9 @@ class TestRefused:
     def test_out_that_exists(self, llama: Path, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         convert(str(llama), tmp_path / "empty")
-        with pytest.raises(RequestError, match=r"not empty.* \(out="):
+        with pytest.raises(RequestError, match=r"^out.* not empty.*, got "):
             convert(str(llama), tmp_path / "empty")
-        with pytest.raises(RequestError, match=r"^there is a file.* \(out="):
+        with pytest.raises(RequestError, match=r"^out: there is a file.*, got "):
             convert(str(llama), llama / "config.json")
 
     def test_a_full_disk(self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

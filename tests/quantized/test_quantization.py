@@ -101,11 +101,11 @@ def test_perplexity(quantization, limit, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--window", "1"], "must be at least 2 tokens (window=1)"),
+        (["--window", "1"], "window must be at least 2 tokens, got 1"),
         (["--text", "/nowhere.txt"], "cannot be read"),
         pytest.param(
             ["--window", "300", "--max-model-len", "256"],
-            "must be at most 255 with this model (window=300)",
+            "window must be at most 255 with this model, got 300",
             marks=pytest.mark.slow,
         ),
     ],

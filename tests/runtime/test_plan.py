@@ -301,16 +301,16 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GiB", "24G", "24 parsecs", "-1GiB", "0", "1e9", "nan", "0.0GB"])
 def test_bad_sizes_are_refused(text):
-    with pytest.raises(RequestError, match=r"24GiB .*80GB.* \(device_memory="):
+    with pytest.raises(RequestError, match=r"^device_memory.*24GiB .*80GB.*, got "):
         planning.parse_size("device_memory", text)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "h900"}, r"must be one of h200, h100.* \(target='h900'\)"),
+        ({"target": "h900"}, r"target must be one of h200, h100.*, got 'h900'"),
         ({"target": "cpu", "device_memory": GIB}, "no meaning on CPU"),
-        ({"request_lens": [0]}, "request_len=0"),
+        ({"request_lens": [0]}, "request_len"),
         ({"request_lens": [10**9]}, "longer than max_model_len"),
     ],
 )

@@ -148,19 +148,19 @@ def test_bodies_that_are_not_a_json_object(url, raw):
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("completions", {"prompt": "a", "truncation_side": "x" * 9_000}, "one of 'left', 'right' (truncation_side="),
-        ("completions", {"prompt": "a", "early_stopping": "x"}, "one of True, False, 'never' (early_stopping='x')"),
+        ("completions", {"prompt": "a", "truncation_side": "x" * 9_000}, "one of 'left', 'right', got "),
+        ("completions", {"prompt": "a", "early_stopping": "x"}, "one of True, False, 'never', got 'x'"),
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"type": "x"}]}]},
-         "one of 'custom', 'function' (messages[0].tool_calls[0].type='x')"),
+         "one of 'custom', 'function', got 'x'"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]},
-         "one of 'refusal', 'text' (messages[0].content[0].type='image')"),
+         "one of 'refusal', 'text', got 'image'"),
         ("chat/completions", {"messages": MESSAGES, "tool_choice": {"type": "x", "function": {"name": "f"}}},
-         "one of 'allowed_tools', 'custom', 'function' (tool_choice.type='x')"),
+         "one of 'allowed_tools', 'custom', 'function', got 'x'"),
     ],
 )  # fmt: skip
 def test_errors_list_the_choices(url, path, body, message):
     error = error_of(httpx.post(f"{url}/v1/{path}", json=body), 400)
-    assert error["message"].startswith(f"must be {message}")
+    assert error["message"].startswith(f"{error['param']} must be {message}")
     assert len(error["message"]) < 500
 
 

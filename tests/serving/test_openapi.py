@@ -108,7 +108,7 @@ def test_query_parameters_are_described(admin_paths, url):
             if admin and method == "post" and path != "/admin/drain":
                 refused = httpx.post(url + path, params={"no_such": "1"}, headers=key)
                 assert refused.status_code == 400
-                known = re.search(r"known: ((?:\w|, )+)", refused.json()["error"]["message"])
+                known = re.search(r"known: ((?:\w|, )+), got ", refused.json()["error"]["message"])
                 assert known is not None
                 assert set(known[1].split(", ")) - {"none"} == set(query), path
     listed = {one["name"] for one in paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"]}

@@ -95,7 +95,7 @@ def test_a_beam_search_leaves_out_the_models_repetition_penalty(client, engine):
     client.completions.create(model="echo", prompt="abc", n=2)
     assert engine.seen_params[-1].repetition_penalty == 1.05
     extra = {"use_beam_search": True, "repetition_penalty": 1.2}
-    with pytest.raises(openai.BadRequestError, match=r"repetition_penalty=1\.2"):
+    with pytest.raises(openai.BadRequestError, match=r"repetition_penalty .*, got 1\.2"):
         client.completions.create(model="echo", prompt="abc", n=2, extra_body=extra)
 
 

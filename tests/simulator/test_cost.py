@@ -75,8 +75,8 @@ def test_coefficients_by_hand():
         ("fixed=1,speed=3", "'speed'"),
         ("fixed=1,fixed=2", "at most once"),
         ("fixed=fast", "must be a number"),
-        ("fixed=-1", "fixed=-1.0"),
-        ("fixed=inf", "fixed=inf"),
+        ("fixed=-1", "fixed"),
+        ("fixed=inf", "fixed"),
         ("fixed=0", "no time"),
     ],
 )

@@ -62,5 +62,5 @@ def test_cases_fit_the_engine():
 
 
 def test_zero_repeats_are_refused():
-    with pytest.raises(RequestError, match="repeats=0"):
+    with pytest.raises(RequestError, match="repeats must be at least 1, got 0"):
         next(measure_steps(Engine(FakeRunner(**SIZES)), SHAPE, repeats=0))
