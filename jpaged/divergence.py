@@ -67,7 +67,8 @@ def divergence(
         kv_groups = group_layers(model.spec.windows, length)
         rounded = kv_groups, tuple(kv_format.create_pages(model.spec, kv_groups, length, 1, None))
     kls, same = [], []
-    with tqdm(total=sum(len(window) - 1 for window in windows), unit="token", desc="comparing", delay=2) as progress:
+    total = sum(len(window) - 1 for window in windows)
+    with tqdm(total=total, unit="token", desc="comparing", delay=2, disable=None) as progress:
         for window in windows:
             ids = np.zeros(length, np.int32)  # padding comes after the tokens, which do not see it
             ids[: len(window)] = window

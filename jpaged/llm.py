@@ -99,7 +99,8 @@ class LLM(EngineAccess):
 
         prompts: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; or a list of these.
         sampling_params: one for all prompts, or a list with one each. None: the model's generation_config.json.
-        use_tqdm: show a progress bar; or a callable that makes a progress bar, instead of `tqdm.tqdm`.
+        use_tqdm: show a progress bar, on a terminal or in a notebook; or a callable that makes a progress bar, instead
+            of `tqdm.tqdm`.
         priority: lower ones start first, with scheduling_policy="priority": one for all, or a list with one each.
 
         All prompts are checked first: RequestError for the first bad one is raised before any runs. Raises EngineError

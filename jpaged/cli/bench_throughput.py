@@ -1,7 +1,6 @@
 """`jpaged bench throughput`: measures how long many requests take that arrive at once."""
 
 import dataclasses
-import sys
 import time
 
 from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
@@ -52,7 +51,7 @@ class Throughput(WorkloadFlags):
             ]
             llm.reset_stats()
             start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            outputs = llm.generate(prompts, params, use_tqdm=True)
             elapsed = time.perf_counter() - start
             stats = llm.stats()
         prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)

@@ -64,7 +64,7 @@ class Generate(SamplingFlags):
         with closing(AsyncLLM(**options)) as engine:
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
             start = time.perf_counter()
-            with Progress(*columns, console=screen, transient=True) as bar:
+            with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
                 task = bar.add_task("", total=len(prompts))
                 for index, output in outputs_as_they_come(engine, prompts, params):
                     stats = engine.stats()

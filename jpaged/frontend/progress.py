@@ -1,5 +1,6 @@
 """The progress bar of `LLM.generate`: finished prompts, tokens per second, and the share of KV blocks in use."""
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,8 @@ from jpaged.outputs import EngineStats
 
 REFRESH_SECONDS = 0.2  # between two updates of tokens per second and KV use
 
-UseTqdm = bool | Callable[..., Any]  # True: show a bar of tqdm; a callable makes another bar, of `total` prompts
+# True: show a bar of tqdm, on a terminal or in a notebook. A callable makes another bar, of `total` prompts.
+UseTqdm = bool | Callable[..., Any]
 
 
 class Progress:
@@ -50,6 +52,8 @@ def _bar(use_tqdm: UseTqdm, total: int) -> Any | None:
         return None
     if callable(use_tqdm):
         return use_tqdm(total=total)
+    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        return None  # a log or a pipe
     from tqdm import tqdm
 
     return tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True)

@@ -135,7 +135,7 @@ def export(model: str, out: Path) -> Written:
 
 
 def _progress(total: int) -> tqdm:
-    return tqdm(total=total, unit="B", unit_scale=True, desc="converting", delay=2)
+    return tqdm(total=total, unit="B", unit_scale=True, desc="converting", delay=2, disable=None)
 
 
 def _new_leaves(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Any) -> dict[str, Any]:

@@ -106,7 +106,8 @@ def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -
 
 def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, quantizer: LeafPlacer) -> dict[str, Any]:
     target = param_shapes(spec, dtype)
-    with tqdm(total=len(jax.tree.leaves(target)), unit="arrays", desc="loading weights", delay=2) as progress:
+    total = len(jax.tree.leaves(target))
+    with tqdm(total=total, unit="arrays", desc="loading weights", delay=2, disable=None) as progress:
         tree = load_tree(folder, target, lambda _: progress.update())
     for layer, leaves in ((None, tree), *enumerate(tree["layers"])):
         for name in leaves.keys() - {"layers"}:

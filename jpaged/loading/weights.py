@@ -170,7 +170,8 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load the parameter tree of `param_shapes(plan.spec, dtype)` to the default device. See `StoredWeights.load`."""
     tree: dict[str, Any] = {"layers": [{} for _ in range(plan.spec.num_layers)]}
-    with tqdm(total=checkpoint.num_bytes, unit="B", unit_scale=True, desc="loading weights", delay=2) as progress:
+    total = checkpoint.num_bytes
+    with tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", delay=2, disable=None) as progress:
         in_file = functools.partial(_is_in_file, checkpoint=checkpoint, dtype=dtype, quantizer=quantizer)
         read = functools.partial(
             _read, checkpoint=checkpoint, dtype=dtype, in_file=in_file, on_read=progress.update

@@ -262,7 +262,7 @@ def _quantize(job: _Job, ids: list[int], writer: TensorWriter) -> int:
         if plan.leaf.layer is not None:
             layers.setdefault(plan.leaf.layer, []).append(plan)
     total = sum(math.prod(shape) for shape in job.matrices().values())
-    with tqdm(total=total, unit="weight", unit_scale=True, desc="quantizing", delay=2) as progress:
+    with tqdm(total=total, unit="weight", unit_scale=True, desc="quantizing", delay=2, disable=None) as progress:
         for layer, plans in sorted(layers.items()):
             leaves = {
                 plan.leaf.leaf: assemble(plan, job.checkpoint, np.dtype(np.float32))

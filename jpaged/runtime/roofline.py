@@ -122,7 +122,7 @@ def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progre
         jobs += [(smallest(load.rows, variant), load) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM)]
     chunk = max((shape for shape in forwards if not shape.is_decode), key=lambda shape: shape.tokens)
     jobs.append((chunk, Load(1, chunk.tokens)))
-    bar = tqdm(jobs, desc="Compiling", unit="program", disable=not progress, leave=False)
+    bar = tqdm(jobs, desc="Compiling", unit="program", disable=None if progress else True, leave=False)
     costs = [_cost(build, target, shape, load) for shape, load in bar]
     steps = []
     for load, decode, greedy, random in zip(loads, costs[0:-1:3], costs[1:-1:3], costs[2:-1:3], strict=True):
