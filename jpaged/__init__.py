@@ -1,31 +1,72 @@
-"""LLM inference in JAX: paged KV cache, continuous batching. Importing this uses no device and imports no jax."""
+"""LLM inference in JAX: paged KV cache, continuous batching. Importing this uses no device and imports no jax.
 
-from jpaged.async_llm import AsyncLLM
+Most names are imported when they are first used: the command line then answers `--help` and mistakes quickly.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, EngineError, JPagedError, ModelLoadError, RequestError
-from jpaged.llm import LLM, generate
-from jpaged.outputs import (
-    ClassificationOutput,
-    CompletionOutput,
-    EmbeddingOutput,
-    EngineStats,
-    Logprob,
-    PoolingRequestOutput,
-    RequestMetrics,
-    RequestOutput,
-    ScoreOutput,
-)
-from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from jpaged.params.pooling import PoolingParams
-from jpaged.params.prompts import TextPrompt, TokensPrompt
-from jpaged.params.sampling import RequestOutputKind, SamplingParams
-from jpaged.params.structured_outputs import StructuredOutputsParams
-from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot, StepSnapshot
 from jpaged.version import __version__
 
-# vLLM's names of the same classes.
-EngineArgs = AsyncEngineArgs = EngineConfig
-AsyncLLMEngine = AsyncLLM
+if TYPE_CHECKING:
+    from jpaged.async_llm import AsyncLLM
+    from jpaged.llm import LLM, generate
+    from jpaged.outputs import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EngineStats,
+        Logprob,
+        PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+        ScoreOutput,
+    )
+    from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from jpaged.params.pooling import PoolingParams
+    from jpaged.params.prompts import TextPrompt, TokensPrompt
+    from jpaged.params.sampling import RequestOutputKind, SamplingParams
+    from jpaged.params.structured_outputs import StructuredOutputsParams
+    from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot, StepSnapshot
+
+    AsyncLLMEngine = AsyncLLM  # vLLM's name
+
+EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names
+
+_MODULES = {
+    "jpaged.async_llm": ("AsyncLLM",),
+    "jpaged.llm": ("LLM", "generate"),
+    "jpaged.outputs": (
+        "ClassificationOutput", "CompletionOutput", "EmbeddingOutput", "EngineStats", "Logprob", "PoolingRequestOutput",
+        "RequestMetrics", "RequestOutput", "ScoreOutput",
+    ),
+    "jpaged.params.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "jpaged.params.pooling": ("PoolingParams",),
+    "jpaged.params.prompts": ("TextPrompt", "TokensPrompt"),
+    "jpaged.params.sampling": ("RequestOutputKind", "SamplingParams"),
+    "jpaged.params.structured_outputs": ("StructuredOutputsParams",),
+    "jpaged.snapshot": (
+        "BlockOwner", "BlockSnapshot", "EngineSnapshot", "PoolSnapshot", "RequestSnapshot", "StepSnapshot",
+    ),
+}  # fmt: skip
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    home = _HOMES.get("AsyncLLM" if name == "AsyncLLMEngine" else name)
+    if home is None:
+        raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), "AsyncLLM" if name == "AsyncLLMEngine" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "LLM",

@@ -3,12 +3,17 @@
 `--help` must be fast, so this package imports no jax at its top level. Each `run()` imports what it needs.
 """
 
+import difflib
 import functools
+import itertools
 import logging
+import operator
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from jpaged.errors import JPagedError
 
@@ -32,22 +37,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not args:
         args = ["--help"]
+    if args[0] == "serve" and ("--log-format=json" in args or ("--log-format", "json") in itertools.pairwise(args)):
+        from jpaged.serving.log_format import use_format
+
+        use_format("json")  # now, for warnings about flags
     try:
         return parse(args).run()
     except JPagedError as error:
-        print(f"jpaged: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 2
     except KeyboardInterrupt:
-        print("jpaged: interrupted", file=sys.stderr)
+        _print_error("interrupted")
         return 130
+
+
+def _print_error(message: str) -> None:
+    """Print an error to stderr, or log it if the log is JSON."""
+    log_format = sys.modules.get("jpaged.serving.log_format")
+    if log_format is not None and log_format.is_json():
+        logging.getLogger("jpaged").critical("%s", message)
+    else:
+        print(f"jpaged: {message}", file=sys.stderr)
 
 
 def console() -> None:
     """Run the command line with its log on stderr, and exit. Entry point of the script `jpaged`."""
     _log_to_stderr()
-    if {"-h", "--help"} & set(sys.argv) and hasattr(signal, "SIGPIPE"):
-        # `jpaged serve --help | head` ends without a traceback. Not for other commands: they would die of any socket.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A script that starts a command with `&` starts it with SIGINT ignored. `kill -INT` interrupts it all the same.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if {"-h", "--help"} & set(sys.argv):
+        # tyro puts groups next to each other on a wider screen: then the first ones are not at the top.
+        os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, 120))
+        if hasattr(signal, "SIGPIPE"):
+            # `jpaged serve --help | head` ends without a traceback. Other commands would die of any closed socket.
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())
 
 
@@ -59,61 +83,140 @@ def _log_to_stderr() -> None:
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
+COMMANDS = (
+    "generate", "chat", "serve", "run-batch", "bench", "inspect", "simulate", "convert", "quantize", "plan", "report",
+)  # fmt: skip
+BENCHMARKS = ("serve", "throughput", "latency", "steps", "quality", "startup")
+
+
 def parse(args: Sequence[str]) -> Any:
     """Return the command of an argument list. Exits with a message, as argparse does, if the arguments are wrong.
 
-    Raises RequestError for a flag of vLLM that is not supported yet.
+    Only the module of the command is imported. Raises RequestError for a flag of vLLM that is not supported yet.
     """
+    args = list(args)
+    if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+        _no_command("command", args[0], COMMANDS)
+    if args[:1] == ["bench"] and len(args) > 1 and not args[1].startswith("-") and args[1] not in BENCHMARKS:
+        _no_command("benchmark", args[1], BENCHMARKS)
     import tyro
 
-    from jpaged.cli.bench import Bench
-    from jpaged.cli.chat import Chat
     from jpaged.cli.config_file import with_config_file
-    from jpaged.cli.convert import Convert
-    from jpaged.cli.generate import Generate
-    from jpaged.cli.inspect import Inspect
+    from jpaged.cli.groups import grouped, ungrouped
     from jpaged.cli.numbers import with_whole_numbers
     from jpaged.cli.other_engines import without_neutral
-    from jpaged.cli.plan import Plan
-    from jpaged.cli.quantize import Quantize
-    from jpaged.cli.report import Report
-    from jpaged.cli.run_batch import RunBatch
-    from jpaged.cli.serve import Serve
-    from jpaged.cli.simulate import Simulate
 
-    commands = (
-        Annotated[Generate, tyro.conf.subcommand("generate")]
-        | Annotated[Chat, tyro.conf.subcommand("chat")]
-        | Annotated[Serve, tyro.conf.subcommand("serve")]
-        | Annotated[RunBatch, tyro.conf.subcommand("run-batch")]
-        | Annotated[Bench, tyro.conf.subcommand("bench")]
-        | Annotated[Inspect, tyro.conf.subcommand("inspect")]
-        | Annotated[Simulate, tyro.conf.subcommand("simulate")]
-        | Annotated[Convert, tyro.conf.subcommand("convert")]
-        | Annotated[Quantize, tyro.conf.subcommand("quantize")]
-        | Annotated[Plan, tyro.conf.subcommand("plan")]
-        | Annotated[Report, tyro.conf.subcommand("report")]
-    )
-    read = functools.partial(
-        tyro.cli,
-        commands,
-        prog="jpaged",
-        description=DESCRIPTION,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
     if any("key" in word for word in args):
         from jpaged.serving.keys import warn_of_visible_keys
 
         warn_of_visible_keys(args)
     args = with_whole_numbers(without_neutral(with_config_file(args)))
+    name = " ".join(args[: 2 if args[0] == "bench" else 1])
+    command = _command_of(name)
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    if command is None:
+        return tyro.cli(_all_commands(), prog="jpaged", description=DESCRIPTION, config=config, args=args)
+    args = args[len(name.split()) :]
+    with_engine = "engine" in command.__annotations__ and command.__name__ != "Inspect"
+    flags_of = grouped(command) if with_engine else command
+    read = functools.partial(tyro.cli, flags_of, prog=f"jpaged {name}", config=config)
     # Prompts may come before and after flags (`generate demo --max-tokens 8 "def f"`). After a bare -- they may begin
     # with a dash. A parser like argparse accepts only one run of positional arguments and reports the others as
     # unknown: here the unknown ones become prompts.
     end = args.index("--") if "--" in args else len(args)
     flags, words = args[:end], args[end + 1 :]
-    command, rest = read(args=flags, return_unknown_args=True)
-    if isinstance(command, Generate):
-        if not any(word.startswith("-") for word in rest):
-            return command.with_more_words([*rest, *words])
-        return read(args=flags)  # prints the error and exits
-    return read(args=args) if rest or words else command
+    found, rest = read(args=flags, return_unknown_args=True)
+    if name == "generate" and not any(word.startswith("-") for word in rest):
+        return ungrouped(command, found).with_more_words([*rest, *words])
+    if rest or words:
+        found = read(args=flags if name == "generate" else args)  # prints the error and exits
+    return ungrouped(command, found) if with_engine else found
+
+
+def _no_command(kind: str, word: str, known: Sequence[str]) -> NoReturn:
+    """Print the error of a word that names no command, and exit."""
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    print(f"jpaged: there is no {kind} {word!r}; {hint}There are {', '.join(known)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _command_of(name: str) -> Any:
+    """Import the class of a command. None: the words name no single command."""
+    match name:
+        case "generate":
+            from jpaged.cli.generate import Generate
+
+            return Generate
+        case "chat":
+            from jpaged.cli.chat import Chat
+
+            return Chat
+        case "serve":
+            from jpaged.cli.serve import Serve
+
+            return Serve
+        case "run-batch":
+            from jpaged.cli.run_batch import RunBatch
+
+            return RunBatch
+        case "bench serve":
+            from jpaged.cli.bench_serve import BenchServe
+
+            return BenchServe
+        case "bench throughput":
+            from jpaged.cli.bench_throughput import Throughput
+
+            return Throughput
+        case "bench latency":
+            from jpaged.cli.bench_latency import Latency
+
+            return Latency
+        case "bench steps":
+            from jpaged.cli.bench_steps import Steps
+
+            return Steps
+        case "bench quality":
+            from jpaged.cli.bench_quality import QualityCommand
+
+            return QualityCommand
+        case "bench startup":
+            from jpaged.cli.bench_startup import Startup
+
+            return Startup
+        case "inspect":
+            from jpaged.cli.inspect import Inspect
+
+            return Inspect
+        case "simulate":
+            from jpaged.cli.simulate import Simulate
+
+            return Simulate
+        case "convert":
+            from jpaged.cli.convert import Convert
+
+            return Convert
+        case "quantize":
+            from jpaged.cli.quantize import Quantize
+
+            return Quantize
+        case "plan":
+            from jpaged.cli.plan import Plan
+
+            return Plan
+        case "report":
+            from jpaged.cli.report import Report
+
+            return Report
+    return None
+
+
+def _all_commands() -> Any:
+    """The union of all commands, for the help that lists them."""
+    import tyro
+
+    from jpaged.cli.bench import Bench
+
+    kinds = [Bench if name == "bench" else _command_of(name) for name in COMMANDS]
+    named = [Annotated[kind, tyro.conf.subcommand(name)] for kind, name in zip(kinds, COMMANDS, strict=True)]
+    return functools.reduce(operator.or_, named)

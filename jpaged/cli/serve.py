@@ -65,9 +65,12 @@ class Serve(ChatFlags):
     access_log: bool = False
     """Log every HTTP request: client, method, path, status, seconds, request id."""
 
+    verbose: bool = False
+    """Log more: the programs and whether each was read from the cache, the memory, and the phases of the start."""
+
     log_format: str = "text"
-    """Format of the log on stderr. text, or json: one JSON object per line, with time, level, logger, message and
-    request id."""
+    """Format of the log. text, or json: one JSON object per line, with time, level, logger, message, and of a request
+    its id, client, method, path and status. The lines on stdout (ready: URL) have the same format."""
 
     metrics_port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
     """Serve /metrics on this port as well, on the same --host, without a key. 0: any free port. Default: only on the
@@ -147,15 +150,16 @@ class Serve(ChatFlags):
         host: as `AccessFlags.app_options`.
         """
         chat = self.chat_formats()
-        from jpaged.serving.log_format import FORMATS, log_as_json
+        from jpaged.serving.log_format import FORMATS, use_format
         from jpaged.serving.tracing import RequestTracer, traced
 
         if not self.watchdog_seconds > 0:
             raise RequestError("watchdog_seconds", self.watchdog_seconds, "must be a number of seconds above 0")
         if self.log_format not in FORMATS:
             raise RequestError("log_format", self.log_format, f"must be {' or '.join(FORMATS)}")
-        if self.log_format == "json":
-            log_as_json()
+        use_format(self.log_format)
+        if self.verbose:
+            logging.getLogger("jpaged").setLevel(logging.DEBUG)
         names = self.served_model_name or (options["model"],)
         tracer = None
         if self.otlp_traces_endpoint is not None:
@@ -202,11 +206,9 @@ class Serve(ChatFlags):
     def _follow(self, options: dict[str, Any]) -> int:
         """Run without HTTP until process 0 ends. Signals are left to process 0, which drains its requests first."""
         from jpaged.frontend.build import run_headless
+        from jpaged.serving.log_format import use_format
         from jpaged.serving.process import leave_signals_to_the_leader
 
-        if self.log_format == "json":
-            from jpaged.serving.log_format import log_as_json
-
-            log_as_json()
+        use_format(self.log_format)
         leave_signals_to_the_leader()
         return run_headless(options.pop("model"), options)

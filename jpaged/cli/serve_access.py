@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jpaged.cli.flags import one_line_help
 from jpaged.errors import RequestError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ Words = Annotated[tuple[str, ...], _list_of("WORD", _words), _NO_HINT]
 File = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 
 
+@one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccessFlags:
     """Who may use the server."""

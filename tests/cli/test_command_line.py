@@ -1,5 +1,7 @@
 """The command line: complete and fast help, every way to name the model, errors in one line."""
 
+import dataclasses
+import itertools
 import logging
 import re
 import subprocess
@@ -9,7 +11,10 @@ import types
 import pytest
 
 from jpaged import cli
-from jpaged.cli import flags
+from jpaged.cli import flags, groups
+from jpaged.cli.chat_flags import ChatFlags
+from jpaged.cli.sampling_flags import SamplingFlags
+from jpaged.cli.serve_access import AccessFlags
 from jpaged.config import SCHEDULING_POLICIES, EngineConfig
 from jpaged.engine.scheduling.waiting_queue import POLICIES
 from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
@@ -80,6 +85,37 @@ def test_help_imports_no_jax():
         "heavy = {'jax', 'transformers', 'flax', 'starlette'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_flags_used_most_come_first_and_the_others_in_groups(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    order = re.findall(r"^\W{1,4}(--[a-z][a-z-]+|[a-z][a-z-]+ options)[ ,]", capsys.readouterr().out, re.MULTILINE)
+    first = ["--host", "--port", "--api-key-file", "--served-model-name", "--max-model-len", "--max-num-seqs"]
+    assert order[:6] == first
+    assert order.index("--tensor-parallel-size") < order.index("sampling options") < 12
+    assert order.index("memory options") < order.index("--block-size") < order.index("scheduling options")
+
+
+def test_every_flag_of_several_commands_has_a_group():
+    known = {*groups.MOST_USED, *itertools.chain(*groups.GROUPS.values())}
+    for cls in (EngineConfig, SamplingFlags, ChatFlags, AccessFlags):
+        assert {field.name for field in dataclasses.fields(cls)} <= known
+
+
+@pytest.mark.parametrize(
+    ("args", "says"), [(["generate", "demo", "--temprature", "1"], "--temperature"), (["servee"], "did you mean serve")]
+)
+def test_a_mistake_is_answered_before_the_engine_is_imported(args, says):
+    code = (
+        "import sys; from jpaged.cli import main\n"
+        f"try: main({args})\n"
+        "except SystemExit as ended: assert ended.code == 2\n"
+        "heavy = {'jax', 'llguidance', 'jpaged.engine.engine'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert says in done.stderr + done.stdout
 
 
 def test_without_arguments_there_is_help(capsys):
@@ -159,26 +195,26 @@ def test_chat_flags_of_serve_reach_the_server(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["generate"], "name a model"),
-        (["serve"], "name a model"),
-        (["bench", "latency"], "name a model"),
+        (["generate"], "model: name a folder"),
+        (["serve"], "model: name a folder"),
+        (["bench", "latency"], "model: name a folder"),
         (["chat", "one", "--model", "two"], "name one"),
-        (["generate", "demo", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "demo", "--temperature", "-1"], "temperature must be a finite number from 0, got -1.0"),
         (["generate", "demo", "--top-p", "0"], "top_p"),
         (["generate", "demo", "--max-tokens", "0"], "max_tokens"),
         (["generate", "demo", "--output-json", "/nowhere/x.json"], "output_json"),
-        (["generate", "demo", "--n", "65"], "n=65"),
-        (["generate", "demo", "--n", "3", "--best-of", "2"], "best_of=2"),
-        (["generate", "demo", "--n", "3"], "jpaged: every answer would be the same"),
-        (["generate", "demo", "--n", "3"], "(temperature=0.0)"),
+        (["generate", "demo", "--n", "65"], ", got 65"),
+        (["generate", "demo", "--n", "3", "--best-of", "2"], "best_of must"),
+        (["generate", "demo", "--n", "3"], "jpaged: temperature: every answer would be the same"),
+        (["generate", "demo", "--n", "3"], ", got 0.0"),
         (["generate", "demo", "--use-beam-search"], "beam_width"),
-        (["generate", "demo", "--beam-width", "4"], "needs use_beam_search=True: leave it out (beam_width=4)"),
+        (["generate", "demo", "--beam-width", "4"], "beam_width needs use_beam_search=True: leave it out, got 4"),
         (["generate", "demo", "--early-stopping", "never"], "early_stopping"),
         (["serve", "demo", "--port", "0", "--scheduling-policy", "fair"], "must be fcfs, priority, shortest_first"),
-        (["serve", "demo", "--port", "0", "--max-queued-requests", "0"], "max_queued_requests=0"),
-        (["serve", "demo", "--port", "0", "--target-step-ms", "-5"], "target_step_ms=-5.0"),
+        (["serve", "demo", "--port", "0", "--max-queued-requests", "0"], "max_queued_requests must"),
+        (["serve", "demo", "--port", "0", "--target-step-ms", "-5"], ", got -5.0"),
         (["chat", "demo", "--top-k", "-3"], "top_k"),
-        (["serve", "demo", "--log-format", "xml"], "must be text or json (log_format='xml')"),
+        (["serve", "demo", "--log-format", "xml"], "log_format must be text or json, got 'xml'"),
         (["serve", "demo", "--otlp-traces-endpoint", "nowhere"], "must be a URL of OTLP over HTTP"),
         (["serve", "demo", "--port", "0", "--metrics-port", "70000"], "--metrics-port takes 0 to 65535"),
         (["serve", "demo", "--chat-template", "/nowhere/x.jinja"], "chat_template"),
@@ -187,13 +223,13 @@ def test_chat_flags_of_serve_reach_the_server(monkeypatch):
         (["serve", "demo", "--reasoning-tags", "<a>", "<a>"], "start and end must differ"),
         (["serve", "demo", "--host", "256.0.0.1"], "cannot listen"),
         (["serve", "demo", "--port", "99999"], "--port takes 0 to 65535"),
-        (["serve", "demo", "--shutdown-timeout", "-1"], "shutdown_timeout=-1"),
+        (["serve", "demo", "--shutdown-timeout", "-1"], ", got -1"),
         (["bench", "latency", "demo", "--batch-size", "0"], "batch_size"),
-        (["plan"], "name a model"),
+        (["plan"], "model: name a folder"),
         (["plan", "demo", "--device-memory", "24 parsecs"], "must be a size above 0: 24GiB"),
         (["plan", "demo", "--target", "h900"], "must be one of h200, h100"),
         (["plan", "demo", "--target", "cpu", "--device-memory", "1GiB"], "no meaning on CPU"),
-        (["plan", "demo", "--target", "cpu", "--request-len", "0"], "request_len=0"),
+        (["plan", "demo", "--target", "cpu", "--request-len", "0"], ", got 0"),
         (["plan", "demo", "--output-json", "/nowhere/x.json"], "output_json"),
         (["plan", "/nowhere/model", "--target", "l4"], "/nowhere/model"),
     ],
