@@ -2,7 +2,6 @@
 
 import logging
 import time
-from urllib.parse import quote
 
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -62,7 +61,7 @@ class HTTPObserver:
             seconds = time.perf_counter() - began
             self._metrics.note_request(self._handler(scope), scope["method"], status or 500, seconds)
             if self._access_log:
-                _log(scope, status or 500, seconds)
+                _log(context, status or 500, seconds)
             current.reset(token)
 
     def _handler(self, scope: Scope) -> str:
@@ -78,13 +77,10 @@ class HTTPObserver:
         return self._handlers.get((endpoint, scope["path"])) or self._handlers.get(endpoint, UNKNOWN)
 
 
-def _log(scope: Scope, status: int, seconds: float) -> None:
-    """Log one line. The path is quoted, because clients choose it; the query may contain secrets, and is left out."""
-    host, port = scope.get("client") or ("", 0)
-    client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    method, path, context = quote(scope["method"]), quote(scope["path"]), current.get()
-    request_id = "" if context is None else context.request_id
+def _log(context: RequestContext, status: int, seconds: float) -> None:
+    """Log one line."""
+    client, method, path = context.client, context.method, context.path
     facts = {"client": client, "method": method, "path": path, "status": status, "seconds": round(seconds, 6)}
     logger.info(
-        '%s "%s %s" %d %.3fs %s', client, method, path, status, seconds, request_id, extra={"facts": facts}
+        '%s "%s %s" %d %.3fs %s', client, method, path, status, seconds, context.request_id, extra={"facts": facts}
     )

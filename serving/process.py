@@ -13,6 +13,7 @@ import ssl
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -24,10 +25,12 @@ from starlette.types import ASGIApp
 from jpaged.errors import EngineError, JPagedError
 from jpaged.serving.body_process import kill_children
 from jpaged.serving.connection import ConnectionLimits, bounded_connection
+from jpaged.serving.log_format import line_of, say
 
 logger = logging.getLogger("jpaged.serving")
 
 MAX_OPEN_FILES = 65_536
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 CLOSE_SECONDS = 2  # to answer the last requests and to close the engine, after the shutdown timeout
 
 
@@ -95,14 +98,14 @@ class ServedEngine(Protocol):
 def _announce(url: str, engine: ServedEngine | None) -> None:
     """Print that the server is ready: now, or when all programs exist."""
     if engine is None or engine.is_ready:
-        print(f"ready: {url}", flush=True)
+        say(f"ready: {url}")
         return
-    print(f"serving: {url} (requests may wait while programs are compiled)", flush=True)
+    say(f"serving: {url} (requests may wait while programs are compiled)")
 
     def wait() -> None:
         with suppress(EngineError):  # the log has it
             engine.wait_until_ready()
-            print(f"ready: {url}", flush=True)
+            say(f"ready: {url}")
 
     threading.Thread(target=wait, name="jpaged-ready", daemon=True).start()
 
@@ -180,7 +183,7 @@ class _Server(uvicorn.Server):
         running = len(self.server_state.tasks)
         if running:
             limit = self.config.timeout_graceful_shutdown
-            print(f"stopping: waits up to {limit} s for {running} running requests; Ctrl-C ends it now", flush=True)
+            say(f"stopping: waits up to {limit} s for {running} running requests; Ctrl-C ends it now")
         await super().shutdown(sockets)
         if self._side is not None:
             await self._side.stop()
@@ -190,7 +193,7 @@ class _Server(uvicorn.Server):
         self._signals += 1
         if self._signals > 1:
             kill_children()
-            os.write(2, b"stopped at once by a second signal\n")
+            os.write(2, f"{line_of('stopped at once by a second signal', logging.WARNING)}\n".encode())
             os._exit(1)
         self._stop()
 
@@ -206,10 +209,8 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        # A process started with SIGINT ignored keeps ignoring it: a shell ignores SIGINT in background processes.
-        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        handled = [signal.SIGTERM] if ignored else [signal.SIGINT, signal.SIGTERM]
-        before = {number: signal.signal(number, self.handle_exit) for number in handled}
+        # SIGINT also where the process was started with SIGINT ignored, as by a script with `&`: `kill -INT` stops it.
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -222,7 +223,8 @@ def leave_signals_to_the_leader() -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"waiting for process 0 to finish its requests; a second signal ends this process at once\n")
+        waits = "waiting for process 0 to finish its requests; a second signal ends this process at once"
+        os.write(2, f"{line_of(waits)}\n".encode())
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
@@ -279,13 +281,16 @@ def serve(
 
     def ready() -> None:
         if metrics is not None:
-            print(f"metrics: {_url(metrics.address.getsockname(), False)}/metrics", flush=True)
+            say(f"metrics: {_url(metrics.address.getsockname(), False)}/metrics")
         url = _url(name, tls is not None)
+        if not isinstance(name, str) and name[0] in ANY_ADDRESS:
+            say(f"listening on {name[0]} port {name[1]}: all addresses of this machine")
         if has_page and not isinstance(name, str):  # browsers open no Unix sockets
-            print(f"page: {url}/ui", flush=True)
+            say(f"page: {url}/ui")
         _announce(url if isinstance(name, str) else f"{url}/v1", engine)
 
     server = _Server(config, ready, side)
+    began = time.monotonic()
     if engine is not None:
         engine.when_fatal(server.end)
     try:
@@ -293,6 +298,7 @@ def serve(
     finally:
         if isinstance(name, str):
             pathlib.Path(name).unlink(missing_ok=True)
+    say(f"stopped after {time.monotonic() - began:.1f} s")
     return 1 if server.fatal else 0
 
 
@@ -302,5 +308,6 @@ def _url(name: Any, secure: bool) -> str:
     if isinstance(name, str):
         return f"{scheme}+unix://{name}"
     host, port = name[:2]
+    host = ANY_ADDRESS.get(host, host)
     shown = f"[{host}]" if ":" in host else host
     return f"{scheme}://{shown}:{port}"

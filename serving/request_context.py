@@ -8,6 +8,7 @@ import dataclasses
 import re
 import uuid
 from contextvars import ContextVar
+from urllib.parse import quote
 
 from starlette.types import Scope
 
@@ -21,6 +22,7 @@ class RequestContext:
 
     request_id:  the client's X-Request-Id, or a new id.
     from_client: the client chose the id, so that it need not be unique.
+    client, method, path: of the request, for the log. Quoted, because clients choose them.
     traceparent, tracestate: headers of W3C Trace Context; empty if they are missing.
     """
 
@@ -28,6 +30,9 @@ class RequestContext:
     from_client: bool
     traceparent: str = ""
     tracestate: str = ""
+    client: str = ""
+    method: str = ""
+    path: str = ""
 
     @classmethod
     def of(cls, scope: Scope) -> "RequestContext":
@@ -36,7 +41,10 @@ class RequestContext:
         asked, parent, state = (given.get(name, b"") for name in (b"x-request-id", b"traceparent", b"tracestate"))
         sane = _SANE.fullmatch(asked) is not None
         request_id = asked.decode() if sane else uuid.uuid4().hex
-        return cls(request_id, sane, parent.decode("latin-1"), state.decode("latin-1"))
+        host, port = scope.get("client") or ("", 0)
+        client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        method, path = quote(scope["method"]), quote(scope["path"])  # the query may contain secrets, and is left out
+        return cls(request_id, sane, parent.decode("latin-1"), state.decode("latin-1"), client, method, path)
 
 
 current: ContextVar[RequestContext | None] = ContextVar("jpaged_request", default=None)

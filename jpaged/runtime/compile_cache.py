@@ -75,6 +75,30 @@ def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
                 compilation_cache.reset_cache()
 
 
+class _Hits(threading.local):
+    count = 0
+
+
+_hits = _Hits()
+
+
+def _count_hit(event: str, **kwargs: str | int) -> None:
+    _hits.count += event == HIT_EVENT
+
+
+jax.monitoring.register_event_listener(_count_hit)  # JAX calls it in the thread that compiles
+
+
+def cache_hits() -> int:
+    """Number of programs that this thread has found in JAX's compile cache, without those of `not_a_hit`."""
+    return _hits.count
+
+
+def not_a_hit() -> None:
+    """Do not count the last hit: another process compiled that program just now, for this thread."""
+    _hits.count -= 1
+
+
 class CacheCounter:
     """Counts the programs that this process found in JAX's compile cache, and those that it did not find."""
 

@@ -18,6 +18,7 @@ from jpaged.errors import EngineError, ModelLoadError
 from jpaged.lifetime import stop_if_ending
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.batch import ForwardShape
+from jpaged.runtime.compile_cache import cache_hits
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
 
 # Largest number of programs with default options. Five of them are not in the table: upload_row, copying blocks in two
@@ -146,13 +147,14 @@ class Program(Generic[ShapeT]):
     run: CompiledProgram
     seconds: float   # to trace, lower and compile, or to read from the disk cache
     temp_bytes: int  # device memory that it allocates while it runs; arguments and results not included
+    from_cache: bool = False  # read from the disk cache
 
 
 def compiled(shape: Shape, compile_one: Callable[[Shape], jax.stages.Compiled]) -> Program[Any]:
     """Compile a program, and measure the cost."""
-    start = time.perf_counter()
+    start, hits = time.perf_counter(), cache_hits()
     run = compile_one(shape)
-    return Program(shape, run, time.perf_counter() - start, temp_bytes(run))
+    return Program(shape, run, time.perf_counter() - start, temp_bytes(run), cache_hits() > hits)
 
 
 class ProgramTable:
@@ -312,7 +314,10 @@ class ProgramTable:
 
     def __str__(self) -> str:
         lines = [f"{'program':32} {'seconds':>8} {'temporaries':>12}"]
-        lines += [f"{p.shape!s:32} {p.seconds:8.2f} {p.temp_bytes / 1e6:9.1f} MB" for p in self.programs]
+        lines += [
+            f"{p.shape!s:32} {p.seconds:8.2f} {p.temp_bytes / 1e6:9.1f} MB{'  read from the cache' * p.from_cache}"
+            for p in self.programs
+        ]
         return "\n".join(lines)
 
 

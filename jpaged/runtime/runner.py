@@ -249,10 +249,17 @@ class ModelRunner:
     def _note_ready(self) -> None:
         """All programs exist."""
         # The count of the progress bar and of the table. The few programs that only copy are not in it.
-        count, seconds = len(self.programs.programs), time.perf_counter() - self._start
-        logger.info("compiled %d programs in %.1f s:\n%s", count, seconds, self.programs)
-        self.memory_plan = dataclasses.replace(self.memory_plan, temp_bytes=self.programs.temp_bytes)
-        logger.info("device memory:\n%s", self.memory_plan)
+        programs, seconds = self.programs.programs, time.perf_counter() - self._start
+        read = sum(program.from_cache for program in programs)
+        logger.info(
+            "all %d programs exist after %.1f s: %d compiled, %d read from the cache",
+            len(programs), seconds, len(programs) - read, read,
+        )  # fmt: skip
+        self.memory_plan = plan = dataclasses.replace(self.memory_plan, temp_bytes=self.programs.temp_bytes)
+        kv, weights = memory.size_text(plan.kv_bytes), memory.size_text(plan.weight_bytes)
+        logger.info("the KV cache has %s for %d tokens, and the weights have %s", kv, plan.kv_tokens, weights)
+        logger.debug("programs:\n%s", self.programs)
+        logger.debug("device memory:\n%s", self.memory_plan)
 
     @property
     def params(self) -> Params | None:

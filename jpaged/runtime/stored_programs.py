@@ -30,7 +30,7 @@ import jpaged.models
 import pallas_kernels
 from jpaged.models.quantization import JoinedWeight
 from jpaged.phases import phase
-from jpaged.runtime.compile_cache import persistent_cache
+from jpaged.runtime.compile_cache import cache_hits, not_a_hit, persistent_cache
 from jpaged.runtime.jax_compat import with_old_partitioner
 from jpaged.runtime.state import DeviceState, SamplingState
 from pallas_kernels import KVPages, QuantizedWeight
@@ -112,10 +112,14 @@ class ProgramStore:
         if self.elsewhere is None:
             program = compile_exported(exported, arguments, donate)
         else:
-            if path.exists() and not compiled.exists():
+            new = path.exists() and not compiled.exists()
+            if new:
                 self.elsewhere.compile(path, donate)
+            before = cache_hits()
             with persistent_cache(str(self.folder.parent)):
                 program = compile_exported(exported, arguments, donate)
+            if new and cache_hits() > before:
+                not_a_hit()
         _touch(compiled)
         return program
 

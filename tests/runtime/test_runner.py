@@ -1,6 +1,7 @@
 """The runner on a small random model, compared with a dense forward pass, and at the limits of the packed plan."""
 
 import dataclasses
+import re
 import sys
 import types
 
@@ -201,12 +202,19 @@ def test_with_dynamic_rope_only_short_prompts_share_kv(params):
 
 def test_a_start_reports_one_count_of_programs_and_a_closed_runner_raises(params, caplog, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # the bar is for terminals
-    with caplog.at_level("INFO", logger="jpaged"):
+    with caplog.at_level("DEBUG", logger="jpaged"):
         runner = ModelRunner.create(SPEC, params, CONFIG, progress=True)
     count = len(runner.programs.programs)
-    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("compiled ")]
-    assert line.startswith(f"compiled {count} programs in ")
-    assert len(line.splitlines()) == 2 + count  # the line, the table's head, and a line for each program
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if " programs exist " in record.msg]
+    ((level, line),) = said
+    read = sum(program.from_cache for program in runner.programs.programs)
+    assert level == "INFO"
+    counts = f"{count - read} compiled, {read} read from the cache"
+    assert re.fullmatch(rf"all {count} programs exist after .* s: {counts}", line)
+    (table,) = [record for record in caplog.records if record.getMessage().startswith("programs:\n")]
+    assert table.levelname == "DEBUG"
+    assert len(table.getMessage().splitlines()) == 2 + count  # a line before, the table's head, each program
+    assert table.getMessage().count("read from the cache") == read
     assert f"0/{count} " in capsys.readouterr().err  # the progress bar
     runner.close()
     with pytest.raises(EngineError, match="closed"):

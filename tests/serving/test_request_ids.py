@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.generation import Server
-from jpaged.serving.log_format import JSONFormatter
+from jpaged.serving.log_format import JSONFormatter, TextFormatter, say
+from jpaged.serving.request_context import RequestContext, current
 from tests.serving.http_client import wait_for
 from tests.support.http_server import running
 
@@ -112,8 +114,35 @@ def test_lines_about_a_request_have_its_id(url, log):
     httpx.post(f"{url}/v1/completions", json={"prompt": "a", "n": 0}, headers={"X-Request-Id": "refused"})
     (line,) = log()
     assert (line["request_id"], line["message"]) == (
-        "refused", "refused a request with status 400: must be an integer from 1 to 64 (n)"
+        "refused", "refused a request with status 400: n must be an integer from 1 to 64"
     )  # fmt: skip
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 400)
+    assert line["client"].startswith("127.0.0.1:")
+
+
+def test_a_line_of_text_has_the_time_the_level_and_the_request():
+    def line(**extra: Any) -> str:
+        record = logging.LogRecord("jpaged.serving", logging.WARNING, "", 0, "refused %d", (400,), None)
+        record.__dict__ |= extra
+        return TextFormatter().format(record)
+
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} WARNING refused 400"
+    assert re.fullmatch(stamp, line())
+    assert re.fullmatch(stamp, line(facts={"status": 400}))  # the access log's message has them
+    token = current.set(RequestContext("one", True, client="127.0.0.1:9", method="POST", path="/v1/completions"))
+    try:
+        assert re.fullmatch(stamp + r' \[127\.0\.0\.1:9 "POST /v1/completions" 400 one\]', line(status=400))
+    finally:
+        current.reset(token)
+
+
+def test_with_a_json_log_the_lines_on_stdout_are_json(log, monkeypatch, capsys):
+    say("ready: http://x/v1")
+    assert capsys.readouterr().out == "ready: http://x/v1\n"
+    monkeypatch.setattr(logging.getLogger(), "handlers", logging.getLogger("jpaged").handlers[-1:])
+    say("ready: http://x/v1")
+    line = json.loads(capsys.readouterr().out)
+    assert (line["level"], line["logger"], line["message"]) == ("info", "jpaged.serving", "ready: http://x/v1")
 
 
 def test_a_traceback_is_one_line(log):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from jpaged.errors import JPagedError
-from jpaged.serving.process import CLOSE_SECONDS, AddressError, _announce, take_address
+from jpaged.serving.process import CLOSE_SECONDS, AddressError, _announce, _url, take_address
 
 MESSAGE = {"role": "user", "content": "a"}
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -116,6 +117,17 @@ def test_ready_is_announced_when_all_programs_exist(capsys):
     assert capsys.readouterr().out == "ready: http://x/v1\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        (("0.0.0.0", 80), "http://127.0.0.1:80"), (("::", 80, 0, 0), "http://[::1]:80"),
+        (("10.0.0.1", 80), "http://10.0.0.1:80"), ("/a.sock", "http+unix:///a.sock"),
+    ],
+)  # fmt: skip
+def test_the_printed_address_is_one_that_a_client_here_can_use(name, url):
+    assert _url(name, False) == url
+
+
 @pytest.mark.usefixtures("default_sigint")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_running_requests_finish_before_it_stops(start, number):
@@ -142,6 +154,7 @@ def test_running_requests_finish_before_it_stops(start, number):
     assert process.wait(timeout=10) == 0
     printed = process.stdout.read()
     assert "closed True" in printed
+    assert re.search(r"^stopped after \d+\.\d s$", printed, re.MULTILINE)
     assert "frozen True" in printed  # the garbage collector does not stop requests to visit modules
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
@@ -149,13 +162,12 @@ def test_running_requests_finish_before_it_stops(start, number):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_sigint")
-def test_a_server_in_the_background_keeps_ignoring_ctrl_c(start):
-    """A shell starts background processes with SIGINT ignored; a Ctrl-C in its terminal must not reach them."""
+def test_a_server_that_a_script_started_in_the_background_stops_at_sigint(start):
+    """A script starts background processes with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
     process, url = start(20)
-    process.send_signal(signal.SIGINT)
     assert httpx.get(f"{url}/health").status_code == 200
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     assert process.wait(timeout=10) == 0
     assert "closed True" in process.stdout.read()
 
@@ -324,7 +336,7 @@ def test_both_ways_to_start_take_the_same_flags(program):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}  # a script has its own folder on the path, not the checkout
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
-    assert done.stderr.startswith("jpaged: name a model")
+    assert done.stderr.startswith("jpaged: model: name a folder")
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
