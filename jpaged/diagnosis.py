@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jpaged.errors import first_line
@@ -27,11 +27,18 @@ SHAPES = {  # of attention: query heads, KV heads, head_dim, dtype
     "float32": (8, 2, 64, "float32"),
 }  # fmt: skip
 
+# On a CPU, every shape and case is compiled: SHAPES take 150 s, and the shape of the demo model 10 s.
+CPU_SHAPES = {"demo": (4, 2, 64, "bfloat16")}
+CPU_CASES = ("mixed",)  # it has decodes and chunks
+
 GATED_ROWS = (64, 300)  # rows of gated_dot with a layer of Llama 3.1 8B: both sizes of its tiles
 
 
-def diagnose() -> dict[str, Any]:
-    """The facts about the machine, and a check of every kernel that its device takes."""
+def diagnose() -> Iterator[dict[str, Any]]:
+    """The facts about the machine, and a check of every kernel that its device takes.
+
+    Yields one dict that grows: first without checks, then after each check. `left` is the number of checks that follow.
+    """
     facts: dict[str, Any] = {"versions": _versions(), "environment": _environment()}
     from jpaged.runtime import cards
 
@@ -41,9 +48,22 @@ def diagnose() -> dict[str, Any]:
 
         device = jax.devices()[0]
     except Exception as error:  # JAX raises many types for a driver that it cannot use
-        return facts | {"problem": cards.cannot_start(error), "device": {}, "checks": []}
+        yield facts | {"problem": cards.cannot_start(error), "device": {}, "checks": [], "left": 0}
+        return
     facts |= {"problem": cards.problem(device.platform), "device": _device(device)}
-    return facts | {"checks": _checks(device)}
+    jobs = _jobs(device)
+    facts |= {"checks": [], "left": len(jobs)}
+    yield facts
+    for shape, name, run in jobs:
+        begin = time.perf_counter()
+        result: dict[str, Any] = {"implementation": name, "shape": shape}
+        try:
+            result["difference"] = run()
+        except Exception as error:  # compilers and drivers raise many types
+            result |= {"error": first_line(error), "traceback": traceback.format_exc()}
+        facts["checks"].append(result | {"seconds": time.perf_counter() - begin})
+        facts["left"] -= 1
+        yield facts
 
 
 def _versions() -> dict[str, str]:
@@ -71,17 +91,19 @@ def _device(device: Any) -> dict[str, Any]:
     }
 
 
-def _checks(device: Any) -> list[dict[str, Any]]:
+def _jobs(device: Any) -> list[tuple[str, str, Callable[[], float]]]:
+    """The checks for a device: shape, implementation, and a function that returns the largest difference."""
     import jax
     import jax.numpy as jnp
-    from tqdm import tqdm
 
     from pallas_kernels import KVPages, self_check
     from pallas_kernels.paged_attention import IMPLEMENTATIONS, usable_implementations
     from pallas_kernels.platforms import refuse_triton
 
     jobs: list[tuple[str, str, Callable[[], float]]] = []
-    for shape, (q_heads, kv_heads, head_dim, dtype) in SHAPES.items():
+    on_cpu = device.platform == "cpu"
+    options: dict[str, Any] = {"cases": CPU_CASES} if on_cpu else {}
+    for shape, (q_heads, kv_heads, head_dim, dtype) in (CPU_SHAPES if on_cpu else SHAPES).items():
         q = jax.ShapeDtypeStruct((64, q_heads, head_dim), jnp.dtype(dtype))
         pages = KVPages.shapes(1, 16, kv_heads, head_dim, dtype)
         tables = jax.ShapeDtypeStruct((4, 128), jnp.dtype("int32"))
@@ -91,7 +113,7 @@ def _checks(device: Any) -> list[dict[str, Any]]:
         if device.platform == "gpu" and other not in names:
             names += [other] if IMPLEMENTATIONS[other].refuse(device, q, pages, tables, 64) is None else []
         check = functools.partial(
-            self_check, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device
+            self_check, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device, **options
         )
         jobs += [
             (shape, name, lambda check=check, name=name: max(check(implementation=name).values()))
@@ -102,16 +124,7 @@ def _checks(device: Any) -> list[dict[str, Any]]:
         for rows in GATED_ROWS
         if device.platform == "gpu" and refuse_triton(device) is None
     ]
-    checks = []
-    for shape, name, run in tqdm(jobs, desc="Checking", unit="kernel", disable=not sys.stderr.isatty(), leave=False):
-        begin = time.perf_counter()
-        result: dict[str, Any] = {"implementation": name, "shape": shape}
-        try:
-            result["difference"] = run()
-        except Exception as error:  # compilers and drivers raise many types
-            result |= {"error": first_line(error), "traceback": traceback.format_exc()}
-        checks.append(result | {"seconds": time.perf_counter() - begin})
-    return checks
+    return jobs
 
 
 def _check_products(rows: int, device: Any) -> float:

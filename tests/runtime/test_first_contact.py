@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged import diagnosis, planning
-from jpaged.cli import main
+from jpaged.cli import main, report
+from jpaged.cli.results import write_json
 from jpaged.errors import ModelLoadError
 from jpaged.frontend.build import build_engine
 from jpaged.models.spec import Activation, DecoderSpec, Rope, param_shapes
@@ -167,11 +168,20 @@ def test_why_a_card_is_not_used(monkeypatch, tmp_path, driver, plugins, sentence
 
 @pytest.mark.slow
 def test_the_report_holds_results_and_errors(planted, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(diagnosis, "SHAPES", {"small": (4, 2, 16, "float32")})
+    monkeypatch.setattr(diagnosis, "CPU_SHAPES", {"small": (4, 2, 16, "float32")})
     monkeypatch.setenv("JAX_TRACEBACK_FILTERING", "auto")
     monkeypatch.setenv("NVIDIA_API_KEY", "a secret")
     file = tmp_path / "report.json"
+    sizes = []
+
+    def written(path, data):
+        write_json(path, data)
+        sizes.append(path.stat().st_size)
+
+    monkeypatch.setattr(report, "write_json", written)
     assert main(["report", "--output", str(file)]) == 1
+    assert sorted(set(sizes)) == sizes  # the file grows with each of the four results
+    assert len(sizes) == 5
     printed = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert [(check["implementation"], "error" in check) for check in found["checks"]] == [
@@ -179,6 +189,7 @@ def test_the_report_holds_results_and_errors(planted, monkeypatch, tmp_path, cap
     ]  # fmt: skip
     assert "Shared memory size limit exceeded" in printed
     assert "agrees with the reference" in printed
+    assert found["left"] == 0
     assert found["versions"]["jax"] == jax.__version__
     assert found["environment"]["JAX_TRACEBACK_FILTERING"] == "auto"
     assert "a secret" not in file.read_text()
