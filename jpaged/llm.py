@@ -43,6 +43,7 @@ from jpaged.outputs import (
 from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.phases import told_start
 from jpaged.routing import ROUTERS, prefix_names
 from jpaged.snapshot import EngineSnapshot
 
@@ -74,7 +75,9 @@ class LLM(EngineAccess):
         if count := engine_options.get("prefill_engines"):
             known = "LLM computes prompts where they are answered: leave it out, or use AsyncLLM or the server"
             raise RequestError("prefill_engines", count, known)
-        super().__init__(build_engine(model, params, engine_options, layout=layout, progress=True, background=True))
+        with told_start():
+            built = build_engine(model, params, engine_options, layout=layout, progress=True, background=True)
+        super().__init__(built)
         self._is_live = params is not None
         self._lock = threading.Lock()
         self._caller: int | None = None  # the thread whose call holds the lock

@@ -1,18 +1,94 @@
-"""Phases of a start, logged at level DEBUG. `jpaged bench startup` prints them."""
+"""Phases of a start, logged at level DEBUG, and lines on the terminal of a user who waits.
+
+`jpaged bench startup` prints the phases.
+"""
 
 import contextlib
 import logging
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 2.0  # a start or a wait that takes less prints nothing
+
+_starts: "list[_Start]" = []  # that print their phases, innermost last
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Log the seconds of the code inside: of the clock, and of the processor in all threads of the process."""
     wall, cpu = time.perf_counter(), time.process_time()
+    if _starts:
+        _starts[-1].enter(name)
     try:
         yield
     finally:
         logger.debug("%s: %.3f s, %.3f s of CPU", name, time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def tell(message: str) -> None:
+    """Print a message to a terminal or notebook, unless the process has a log that shows messages like this."""
+    if not logger.isEnabledFor(logging.INFO) and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        from tqdm import tqdm
+
+        tqdm.write(f"jpaged: {message}", file=sys.stderr)  # above a progress bar
+
+
+@contextlib.contextmanager
+def told_start() -> Iterator[None]:
+    """Tell the phases of a start inside that takes more than PATIENCE_SECONDS, and which native kernels it compiles."""
+    start, kernels = _Start(), logging.getLogger("pallas_kernels")
+    level = kernels.level
+    _starts.append(start)
+    kernels.addHandler(start)
+    kernels.setLevel(level or logging.INFO)
+    try:
+        yield
+        start.end()
+    finally:
+        kernels.setLevel(level)
+        kernels.removeHandler(start)
+        start.cancel()
+        _starts.remove(start)
+
+
+class _Start(logging.Handler):
+    """The phases of one start. The first line comes from a timer: it names the phase that takes long."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._began = time.perf_counter()
+        self._name = "reads the options"
+        self._telling = threading.Lock()
+        self._talks = False
+        self._timer = threading.Timer(PATIENCE_SECONDS, self._first)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell what kernels log: they know nothing of phases."""
+        self.enter(record.getMessage())
+
+    def enter(self, name: str) -> None:
+        with self._telling:
+            self._name = name
+            if self._talks:
+                self._tell(name)
+
+    def end(self) -> None:
+        if self._talks:
+            self._tell("ready")
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _first(self) -> None:
+        with self._telling:
+            self._talks = True
+            self._tell(self._name)
+
+    def _tell(self, name: str) -> None:
+        tell(f"start, {time.perf_counter() - self._began:.0f} s: {name}")

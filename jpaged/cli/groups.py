@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from typing import Any
 
-# The first ten of a command's flags, in this order, as far as the command has them.
+# In this order. The help of a command begins with the first ten that the command has.
 MOST_USED = (
     "host", "port", "api_key_file", "served_model_name", "system_prompt", "temperature", "top_p", "max_tokens", "n",
     "stop", "max_model_len", "max_num_seqs", "dtype", "quantization", "kv_cache_memory_bytes", "tensor_parallel_size",

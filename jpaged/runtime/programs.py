@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.lifetime import stop_if_ending
 from jpaged.models.spec import DecoderSpec
+from jpaged.phases import PATIENCE_SECONDS, tell
 from jpaged.runtime.batch import ForwardShape
 from jpaged.runtime.compile_cache import cache_hits
 from jpaged.runtime.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
@@ -51,6 +53,8 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
 
 
 Shape = ForwardShape | OutputShape
+logger = logging.getLogger(__name__)
+
 Kind = str  # see `kind_of`
 DECODE, MIXED, SCORE, POOL = "decode", "mixed", "score", "pool"  # kinds; a `sample` program has its variant's name
 ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
@@ -248,6 +252,8 @@ class ProgramTable:
             return True
         with self._change:
             self._check()
+            if kind not in self._awaited:
+                logger.info("a request waits for a program that is being compiled: %s", kind)
             self._awaited.add(kind)
         return not any(kind_of(shape) == kind for shape in self.missing)  # then `_smallest` raises
 
@@ -294,13 +300,18 @@ class ProgramTable:
 
     def _wait(self, find: Callable[[], Program[ShapeT] | None], kind: Kind, nothing: str) -> Program[ShapeT]:
         """Wait for a program of a kind. Raises ValueError if none is missing, EngineError if it cannot come."""
+        began, told = time.monotonic(), False
         with self._change:
             self._awaited.add(kind)
             while (found := find()) is None:
                 if not any(kind_of(shape) == kind for shape in self.missing):
                     raise ValueError(nothing)
                 self._check()
-                self._change.wait()
+                left = began + PATIENCE_SECONDS - time.monotonic()
+                if left <= 0 and not told:
+                    told = True
+                    tell(f"a request waits for a program that is being compiled: {kind}")
+                self._change.wait(left if left > 0 else None)
         return found
 
     def _check(self) -> None:

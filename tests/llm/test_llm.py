@@ -3,9 +3,11 @@
 import gc
 import itertools
 import random
+import re
 import signal
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams
+from jpaged import LLM, EngineConfig, EngineError, ModelLoadError, RequestError, SamplingParams, phases
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.scheduling.scheduler import Scheduler
@@ -189,6 +191,23 @@ def test_under_a_jax_transformation(llm: LLM):
         jax.jit(lambda x: (llm.generate([1], GREEDY), x)[1])(1.0)
     with pytest.raises(RequestError, match="traced"):
         jax.vmap(lambda x: (llm.generate(x, GREEDY), x)[1])(jnp.ones((2, 3), int))
+
+
+def test_a_slow_start_tells_its_phases_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    with phases.told_start(), phases.phase("quick"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(phases, "PATIENCE_SECONDS", 0.01)
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with phases.told_start():
+            with phases.phase("weights and tokenizer"):
+                time.sleep(0.05)
+            with phases.phase("KV pool"):
+                pass
+        said = capsys.readouterr().err
+        told = ["weights and tokenizer", "KV pool", "ready"] if terminal else []
+        assert re.findall(r"^jpaged: start, 0 s: (.*)$", said, re.MULTILINE) == told
 
 
 def test_generate_in_one_call(llm: LLM, runner: FakeRunner):

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import sys
 import threading
 import time
 
@@ -12,7 +13,7 @@ import pytest
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError
-from jpaged.runtime import background
+from jpaged.runtime import background, programs
 from jpaged.runtime.background import THREAD_NAME
 from jpaged.runtime.compile_worker import CompileWorker
 from jpaged.runtime.output_programs import SampleShape, ScoreShape
@@ -87,6 +88,18 @@ def test_a_step_waits_for_the_first_program_of_a_kind():
     table.add(Program(SampleShape(32, SamplerVariant.RANDOM), NOTHING, 0.0, 0))
     thread.join(10)
     assert found[0].shape.rows == 32
+
+
+def test_a_long_wait_for_a_program_is_told_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    table = table_with("decode 32 rows", "mixed 512 tokens", "sample greedy 32 rows")
+    thread = threading.Thread(target=lambda: table.sampler(9, SamplerVariant.RANDOM))
+    thread.start()
+    time.sleep(0.05)
+    table.add(Program(SampleShape(32, SamplerVariant.RANDOM), NOTHING, 0.0, 0))
+    thread.join(10)
+    assert capsys.readouterr().err == "jpaged: a request waits for a program that is being compiled: RANDOM\n"
 
 
 def test_a_failure_reaches_who_waits():
