@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from suite.report import write
     except ImportError as error:
-        sys.exit(f"the plots need matplotlib ({error}): pip install 'jpaged[bench]'")
+        sys.exit(f"the plots need matplotlib ({error}): python -m pip install matplotlib")
     status = 0
     if args.suite is not None:
         results = args.results / f"{args.suite}_suite.jsonl"

@@ -59,7 +59,7 @@ def check_writable(path: pathlib.Path | None, parameter: str = "output_json") ->
 def needs_matplotlib(parameter: str, path: pathlib.Path) -> None:
     """Raise RequestError for a picture that cannot be drawn, because matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        accepted = "needs matplotlib: python -m pip install matplotlib (it is in jpaged's extra: 'jpaged[bench]')"
+        accepted = "needs matplotlib: python -m pip install matplotlib"
         raise RequestError(parameter, str(path), accepted)
 
 

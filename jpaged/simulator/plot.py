@@ -12,7 +12,7 @@ def check_plot(path: pathlib.Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        advice = "needs matplotlib, which is not installed: pip install 'jpaged[bench]'"
+        advice = "needs matplotlib: python -m pip install matplotlib"
         raise RequestError("plot", str(path), advice) from None
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in formats:

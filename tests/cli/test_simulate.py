@@ -207,7 +207,7 @@ def test_a_picture_without_matplotlib_is_refused_at_once(monkeypatch, tmp_path, 
         monkeypatch.setitem(sys.modules, name, None)
     assert run(*HAND, *LOAD, "--plot", str(tmp_path / "x.png")) == 2
     said = capsys.readouterr()
-    assert "pip install 'jpaged[bench]'" in said.err
+    assert "pip install matplotlib" in said.err
     assert not said.out
 
 

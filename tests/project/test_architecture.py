@@ -196,12 +196,15 @@ def test_importing_starts_no_device(part):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/glossary.md"])
-def test_every_path_on_a_page_exists(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    paths = set(re.findall(r"`((?:jpaged|models|serving|pallas_kernels|tests|docs)/[\w./]+)`", text))
-    assert len(paths) > 10
-    assert not sorted(path for path in paths if not (ROOT / path).exists())
+def test_every_path_on_a_page_exists():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        paths = re.findall(r"`((?:jpaged|models|serving|pallas_kernels|tests|docs|examples)/[\w./]+)`", text)
+        found |= {(page.name, path) for path in paths if "NAME" not in path}
+    assert len(found) > 100
+    assert not sorted((page, path) for page, path in found if not (ROOT / path).exists())
 
 
 def _undefined(path: pathlib.Path) -> Iterator[str]:
