@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "model": (
         "model", "tokenizer", "revision", "download_dir", "load_format", "runner", "hf_overrides", "generation_config",
-        "override_generation_config", "seed", "trust_remote_code",
+        "override_generation_config", "seed", "skip_tokenizer_init", "trust_remote_code",
     ),
     "memory": (
         "gpu_memory_utilization", "kv_cache_dtype", "block_size", "enable_prefix_caching", "swap_space", "kv_handover",
@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "allowed_headers", "allow_credentials", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
         "ssl_cert_reqs",
     ),
-    "connection": ("uds", "shutdown_timeout", "max_connections_per_address", "disable_ui"),
+    "connection": ("uds", "shutdown_timeout", "max_connections_per_address", "batch_folder", "disable_ui"),
     "log": (
         "verbose", "access_log", "log_format", "disable_log_stats", "metrics_port", "otlp_traces_endpoint",
         "profile_dir", "watchdog_seconds",
