@@ -43,7 +43,7 @@ from jpaged.serving.routes_completions import completions, generate
 from jpaged.serving.routes_docs import docs, openapi_json
 from jpaged.serving.routes_invocations import invocations
 from jpaged.serving.routes_metrics import metrics
-from jpaged.serving.routes_ui import Page
+from jpaged.serving.routes_ui import BrowserAtRoot, Page
 from jpaged.serving.stats_log import log_stats
 from jpaged.serving.stopping import AnswerWhenStopped
 
@@ -119,7 +119,7 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
 
     app = Starlette(
         routes=[*ROUTES, *tokenizer, *files, *admin, *page.routes()],
-        middleware=_middleware(options, key_rules, intake, server_metrics),
+        middleware=_middleware(options, key_rules, intake, server_metrics, bool(page.files)),
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
@@ -143,7 +143,9 @@ def _batch_app(server: Server, metrics: ServerMetrics) -> Starlette:
     return app
 
 
-def _middleware(options: AppOptions, rules: KeyRules, intake: Intake, metrics: ServerMetrics) -> list[Middleware]:
+def _middleware(
+    options: AppOptions, rules: KeyRules, intake: Intake, metrics: ServerMetrics, has_page: bool
+) -> list[Middleware]:
     """Return what handles a request before its route does, outermost first."""
     is_admin = _admin_check(rules.admin_paths)
     layers = [Middleware(RemoveRootPath, root_path=options.root_path)]
@@ -151,6 +153,8 @@ def _middleware(options: AppOptions, rules: KeyRules, intake: Intake, metrics: S
     layers.append(Middleware(AnswerWhenStopped))
     if options.allowed_hosts is not None:
         layers.append(Middleware(CheckHost, hosts=options.allowed_hosts))
+    if has_page:
+        layers.append(Middleware(BrowserAtRoot))
     if options.cross_origin.origins:
         layers.append(_cors(options.cross_origin))
     if options.api_keys:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 FOLDER = pathlib.Path(__file__).with_name("page")
 INDEX = "index.html"
@@ -89,6 +90,22 @@ class Page:
         yield Route("/ui/", self.files[INDEX].answer)
         for name, file in self.files.items():
             yield Route(f"/ui/{name}", file.answer, include_in_schema=False)
+
+
+class BrowserAtRoot:
+    """ASGI middleware that sends a browser from / to the page. Clients that accept no HTML get the answer they had."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        browses = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        if browses and any(name == b"accept" and b"text/html" in value.lower() for name, value in scope["headers"]):
+            headers = {"Location": "ui/", "Vary": "Accept", "Cache-Control": CHECK_ALWAYS}
+            await Response(status_code=307, headers=headers)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 async def _to_folder(request: Request) -> Response:

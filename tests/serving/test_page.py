@@ -92,6 +92,9 @@ def test_the_page_needs_no_key_and_its_data_do(engine):
     app = create_app(Server(engine=engine, model_names=("echo",)), AppOptions(api_keys=("talk",), admin_keys=("look",)))
     with running(app) as url:
         assert httpx.get(f"{url}/ui").headers["location"] == "ui/"
+        browser = httpx.get(f"{url}/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+        assert (browser.status_code, browser.headers["location"]) == (307, "ui/")
+        assert httpx.get(f"{url}/").status_code == 401
         for name in ("", *FILES):
             assert httpx.get(f"{url}/ui/{name}").status_code == 200
         for path in ("/v1/models", "/admin/inspect", "/ui/other", "/ui/../v1/models", "/uix", "/ui//"):
@@ -104,6 +107,7 @@ def test_below_a_prefix(engine):
     with running(app) as url, httpx.Client(follow_redirects=True) as client:
         answer = client.get(f"{url}/deep/model/ui")
         assert str(answer.url) == f"{url}/deep/model/ui/"
+        assert client.get(f"{url}/deep/model/", headers={"Accept": "text/html"}).url == answer.url
         for link in re.findall(r'(?:src|href)="([^"]*)"', answer.text):
             assert client.get(answer.url.join(link)).status_code == 200
 
@@ -112,6 +116,7 @@ def test_the_page_can_be_switched_off(engine):
     with running(create_app(Server(engine=engine, model_names=("echo",)), AppOptions(ui=False))) as url:
         for name in ("/ui", "/ui/", *(f"/ui/{name}" for name in FILES)):
             assert httpx.get(f"{url}{name}").status_code == 404
+        assert httpx.get(f"{url}/", headers={"Accept": "text/html"}).status_code == 404
         assert httpx.get(f"{url}/health").status_code == 200
 
 

@@ -95,6 +95,15 @@ await check("an answer streams", demo, {}, async (page) => {
   assert.equal(await page.evaluate(() => document.activeElement.id), "draft");
 });
 
+await check("suggestions suit the demo model", demo, {}, async (page) => {
+  await enterKeys(page);
+  await page.getByRole("button", { name: "def split_path(path):" }).click();
+  assert.equal(await page.locator("#repetition_penalty").inputValue(), "1.15");
+  await page.keyboard.press("Enter");
+  await ended(page);
+  assert.match(await last(page).innerText(), /os\.fspath\(path\)/);
+});
+
 await check("escape stops an answer", demo, {}, async (page) => {
   await enterKeys(page);
   await completion(page, { max_tokens: "450", temperature: "1.3" });

@@ -49,6 +49,13 @@ export function ChatView({ models, apiKey, openKeys }: Props) {
   const shown = useMemo(() => exchanges.filter((exchange) => exchange.mode === mode), [exchanges, mode]);
   const maxModelLen = models[0]?.max_model_len ?? 512;
   const stop = () => running.current?.abort();
+  /** Put a suggestion into the field. For the demo model also the settings that suit it, where the reader has none. */
+  const pick = (text: string) => {
+    setDraft(text);
+    input.current?.focus();
+    if (models[0]?.id !== DEMO) return;
+    setSettings((now) => ({ ...now, mode: "completion", numbers: { ...DEMO_NUMBERS, ...given(now.numbers) }, stop: now.stop || DEMO_STOP }));
+  };
   const change = (part: Partial<Settings>) => setSettings((now) => ({ ...now, ...part }));
 
   useEffect(() => {
@@ -184,7 +191,7 @@ export function ChatView({ models, apiKey, openKeys }: Props) {
           aria-label="Answers"
           onScroll={({ currentTarget: box }) => (following.current = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END)}
         >
-          {!shown.length && <Start mode={mode} model={models[0]?.id} pick={(text) => { setDraft(text); input.current?.focus(); }} />}
+          {!shown.length && <Start mode={mode} model={models[0]?.id} pick={pick} />}
           {shown.map((exchange, index) => (
             <ExchangeView
               key={exchange.id}
@@ -261,8 +268,12 @@ function Choice<T extends string>({ label, value, options, change }: ChoiceProps
 
 const EXAMPLES: Record<Mode, string[]> = {
   chat: ["Write a haiku about paging.", "Compare two sorting algorithms in a table."],
-  completion: ["def fibonacci(n):\n", "import json\n\ndef read_config(path):\n"],
+  completion: ["def split_path(path):", "class Stack:\n    def __init__(self):\n        self.items = []"],
 };
+const DEMO = "demo"; // the model that ships with jpaged: it continues Python, and repeats itself without a penalty
+const DEMO_NUMBERS = { temperature: "0", repetition_penalty: "1.15", max_tokens: "64" };
+const given = (numbers: Record<string, string>) => Object.fromEntries(Object.entries(numbers).filter(([, text]) => text.trim()));
+const DEMO_STOP = "\\n\\n\\n";
 
 function Start({ mode, model, pick }: { mode: Mode; model?: string; pick: (text: string) => void }) {
   return (
@@ -272,7 +283,7 @@ function Start({ mode, model, pick }: { mode: Mode; model?: string; pick: (text:
         <kbd>Enter</kbd> sends, <kbd>Shift</kbd> <kbd>Enter</kbd> breaks a line, <kbd>Esc</kbd> stops. Show answers as tokens, and
         point at one to see what else the model could have said.
       </p>
-      {EXAMPLES[mode].map((text) => (
+      {EXAMPLES[model === DEMO ? "completion" : mode].map((text) => (
         <button key={text} onClick={() => pick(text)}>
           {text.split("\n")[0] || text}
         </button>

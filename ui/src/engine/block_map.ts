@@ -7,6 +7,8 @@ import type { Block, Snapshot } from "./snapshot";
 const MAX_CELL = 34; // pixels, with the gap to the next cell
 const MIN_CELL = 2;
 const MAX_HEIGHT = 430; // unless cells would be smaller than MIN_CELL
+const LARGE = 1024; // blocks: the map of a larger pool shows those that hold something
+const FEW = 256; // blocks that such a map has at least
 
 /** Places of the cells: whole pixels that fill the width. */
 export class Grid {
@@ -25,9 +27,9 @@ export class Grid {
   }
 
   /** Left, top, width and height of a block's cell, without the gap. */
-  place(block: number): [number, number, number, number] {
-    const column = block % this.columns;
-    const row = Math.floor(block / this.columns);
+  place(index: number): [number, number, number, number] {
+    const column = index % this.columns;
+    const row = Math.floor(index / this.columns);
     const [left, right] = [Math.round(column * this.cell), Math.round((column + 1) * this.cell)];
     const [top, bottom] = [Math.round(row * this.cell), Math.round((row + 1) * this.cell)];
     return [left, top, right - left - this.gap, bottom - top - this.gap];
@@ -43,7 +45,18 @@ export class Grid {
   }
 }
 
+const holds = (block: Block): boolean => block.ref_count > 0 || block.prefix_hash !== null;
+
+/** The blocks of the map. Of a large pool that is mostly empty: used and cached ones, and the first empty ones. */
+export function mapped(blocks: Block[], all: boolean): Block[] {
+  const full = blocks.filter(holds).length;
+  if (all || blocks.length <= LARGE || full > blocks.length / 2) return blocks;
+  let spare = Math.max(FEW, Math.ceil(full / 64) * 64) - full;
+  return blocks.filter((block) => holds(block) || spare-- > 0);
+}
+
 interface Options {
+  blocks: Block[]; // of the map
   width: number;
   theme: Theme;
   palette: Palette;
@@ -65,21 +78,21 @@ function hits(snapshot: Snapshot): Set<string> {
 }
 
 export function drawBlocks(canvas: HTMLCanvasElement, snapshot: Snapshot, options: Options): Grid {
-  const { width, theme, palette, highlighted } = options;
-  const grid = new Grid(snapshot.blocks.length, width);
+  const { blocks, width, theme, palette, highlighted } = options;
+  const grid = new Grid(blocks.length, width);
   const context = prepare(canvas, width, grid.height);
   const cached = themed("--cached");
   const empty = themed("--empty");
   const paper = themed("--paper");
   const found = hits(snapshot);
-  for (const block of snapshot.blocks) {
-    const [x, y, side, high] = grid.place(block.block);
+  for (const [index, block] of blocks.entries()) {
+    const [x, y, side, high] = grid.place(index);
     const mine = highlighted === null || block.owners.some((owner) => owner.request_id === highlighted);
     context.globalAlpha = mine ? 1 : 0.18;
     if (!block.ref_count) {
       context.fillStyle = block.prefix_hash ? cached : empty;
       context.fillRect(x, y, side, high);
-      if (!block.prefix_hash && side >= 6) {
+      if (side >= 6 && !block.prefix_hash) {
         context.fillStyle = paper;
         context.fillRect(x + 1, y + 1, side - 2, high - 2);
       }

@@ -5,7 +5,7 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import type { ApiError } from "../api";
 import { count, milliseconds, percent, short } from "../format";
 import type { Theme } from "../theme";
-import { blockFacts, drawBlocks, type Grid } from "./block_map";
+import { blockFacts, drawBlocks, type Grid, mapped } from "./block_map";
 import { drawSpark, drawTimeline, type Timeline } from "./charts";
 import type { History, Sample } from "./history";
 import { Palette, themed } from "./palette";
@@ -182,13 +182,15 @@ function BlockMap({ snapshot, theme, palette, highlighted, highlight, shown }: M
   const canvas = useRef<HTMLCanvasElement>(null);
   const grid = useRef<Grid | null>(null);
   const [tip, setTip] = useState<Tip | null>(null);
+  const [all, setAll] = useState(false);
+  const blocks = useMemo(() => mapped(snapshot.blocks, all), [snapshot, all]);
   useEffect(() => {
-    if (width && shown) grid.current = drawBlocks(canvas.current!, snapshot, { width, theme, palette, highlighted });
-  }, [snapshot, width, theme, highlighted, shown]);
+    if (width && shown) grid.current = drawBlocks(canvas.current!, snapshot, { blocks, width, theme, palette, highlighted });
+  }, [blocks, width, theme, highlighted, shown]);
   const { pool } = snapshot;
   const saved = pool.references - pool.used_blocks;
   const point = (event: MouseEvent) => {
-    const block = snapshot.blocks[grid.current?.blockAt(event.offsetX, event.offsetY) ?? -1];
+    const block = blocks[grid.current?.blockAt(event.offsetX, event.offsetY) ?? -1];
     setTip(block ? { x: event.clientX, y: event.clientY, lines: blockFacts(block, snapshot) } : null);
     highlight(block?.owners.length === 1 ? block.owners[0]!.request_id : null);
   };
@@ -203,6 +205,11 @@ function BlockMap({ snapshot, theme, palette, highlighted, highlight, shown }: M
     <section class="card map" aria-labelledby="map-title">
       <h2 id="map-title">
         KV pool <span>{count(pool.num_blocks)} blocks of {pool.block_size} tokens</span>
+        {(all || blocks.length < snapshot.blocks.length) && (
+          <button class="quiet" aria-pressed={all} onClick={() => setAll(!all)}>
+            {all ? "Show those in use" : `${count(blocks.length)} shown: show all`}
+          </button>
+        )}
       </h2>
       <div ref={box}>
         <canvas ref={canvas} role="img" aria-label={summary} data-blocks={pool.used_blocks} onMouseMove={point} onMouseLeave={leave} />
