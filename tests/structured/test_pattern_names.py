@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.grammar.pattern_names import MAX_NAMES, expand_finite_patterns, finite_names
+from jpaged.engine.grammar.json_schema import prepare
+from jpaged.engine.grammar.limits import GrammarLimits
+from jpaged.engine.grammar.pattern_names import MAX_NAMES, WORK, Budget, expand_finite_patterns, finite_names
 from jpaged.errors import RequestError
 from tests.structured.grammar_model import Model
 
@@ -39,22 +41,57 @@ DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
         ("^[a-z]{2}$", None),  # 676 names
         ("^(", None),
         ("^(a{250}){300}$", None),
+        ("^(a{200}){2}$", None),  # a name of 400 characters
+        ("^(a|(b|(c)){2})$", ["a", "bb", "bc", "cb", "cc"]),
+        ("^" + "(?:a|" * 100 + "b" + ")" * 100 + "$", ["a", "b"]),
+        ("^\ufdd0$", None),
+        ("^[\ufdcf-\ufdd2]$", None),
     ],
 )
 def test_the_names_of_a_pattern(pattern: str, names: list[str] | None):
-    assert finite_names(pattern) == names
+    assert finite_names(pattern, Budget()) == names
     if names is not None:
         assert all(re.search(pattern, name) for name in names)
 
 
 def test_many_names_stay_a_pattern():
-    assert len(finite_names(f"^({'|'.join(f'n{i}' for i in range(MAX_NAMES))})$") or ()) == MAX_NAMES
-    assert finite_names(f"^({'|'.join(f'n{i}' for i in range(MAX_NAMES + 1))})$") is None
+    assert len(finite_names(f"^({'|'.join(f'n{i}' for i in range(MAX_NAMES))})$", Budget()) or ()) == MAX_NAMES
+    assert finite_names(f"^({'|'.join(f'n{i}' for i in range(MAX_NAMES + 1))})$", Budget()) is None
+
+
+@pytest.mark.parametrize("pattern", [
+    "^" + "(?:" * 20 + "a" + "{255}){255}" * 20 + "$", "^" + "(?:" * 20 + "){255}" * 20 + "$", "^(?:[ab]{7}){1}a{240}$",
+])  # fmt: skip
+def test_patterns_of_a_document_take_bounded_work(pattern: str):
+    budget = Budget()
+    for _ in range(200):
+        finite_names(pattern, budget)
+    assert 0 <= budget.left < WORK // 10
+    assert finite_names("^" + "a?" * 50 + "$", budget) is None  # it stays a pattern
+
+
+def test_schemas_of_patterns_are_copied_within_bounds():
+    """32 patterns of 256 names, each inside the other, would make 256 ** 32 schemas."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(31):
+        schema = {"patternProperties": {"^[0-9a-f]{2}$": schema}}
+    assert len(json.dumps(prepare(json.dumps(schema), GrammarLimits(), "json"))) < 100_000
+    large = {"patternProperties": {"^[0-9a-f]{2}$": {"enum": ["a" * 1_000]}, "^x$": {"enum": ["b" * 40_000]}}}
+    expand_finite_patterns(large, Budget())
+    assert (list(large["patternProperties"]), list(large["properties"])) == (["^[0-9a-f]{2}$"], ["x"])
+
+
+def test_an_object_has_as_many_names_as_can_be_compiled(demo: Model):
+    patterns = {f"^{letter}[0-9a-f]{{2}}$": DIGIT for letter in "ab"}
+    schema = {"patternProperties": dict(patterns)}
+    expand_finite_patterns(schema, Budget())
+    assert (len(schema["properties"]), len(schema["patternProperties"])) == (256, 1)
+    demo.matcher(json={"type": "object", "additionalProperties": False, "patternProperties": patterns})
 
 
 def test_a_property_follows_the_schemas_of_its_pattern_too():
     schema = {"properties": {"x": DIGIT}, "patternProperties": {"^(x|y)$": {"maximum": 3}, "^z": {}}}
-    expand_finite_patterns(schema)
+    expand_finite_patterns(schema, Budget())
     assert schema == {
         "properties": {"x": {"allOf": [DIGIT, {"maximum": 3}]}, "y": {"maximum": 3}}, "patternProperties": {"^z": {}}
     }  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jpaged.engine.grammar.limits import GrammarLimits
-from jpaged.engine.grammar.pattern_names import expand_finite_patterns
+from jpaged.engine.grammar.pattern_names import Budget, expand_finite_patterns
 from jpaged.engine.grammar.regex_dialect import to_rust
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import REFUSED_KEYWORDS
@@ -84,12 +84,13 @@ def prepare_document(
     identifiers = {schema[key] for _, schema in schemas for key in ("$id", "id") if isinstance(schema.get(key), str)}
     for where, schema in schemas:
         _check(schema, where, identifiers, limits, parameter)
-    for _, schema in schemas:
-        _rewrite(schema, close_objects)
+    budget = Budget()
+    for _, schema in reversed(schemas):  # a schema after its subschemas: a pattern's schema has its size then
+        _rewrite(schema, close_objects, budget)
     return document
 
 
-def _rewrite(schema: dict, close_objects: bool) -> None:
+def _rewrite(schema: dict, close_objects: bool, budget: Budget) -> None:
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = to_rust(schema["pattern"])
     narrowed = _NARROWED.get(schema["format"]) if isinstance(schema.get("format"), str) else None
@@ -97,7 +98,7 @@ def _rewrite(schema: dict, close_objects: bool) -> None:
         schema["allOf"].append({"pattern": narrowed})
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
-    expand_finite_patterns(schema)
+    expand_finite_patterns(schema, budget)
     if close_objects and ("properties" in schema or "patternProperties" in schema):
         schema.setdefault("additionalProperties", False)
 

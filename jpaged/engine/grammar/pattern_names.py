@@ -5,58 +5,97 @@ them may be written already when the grammar demands another one. Then the answe
 `properties` are written once each.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from re import _constants as ops  # ty: ignore
 from re import _parser  # ty: ignore
 from typing import Any
 
-MAX_NAMES = 256  # of one pattern; a pattern of more names stays a pattern
-_BEGIN, _END = object(), object()  # ^ and $
+MAX_NAMES = 256       # of one pattern; a pattern of more names stays a pattern
+MAX_NAME = 256        # characters of a name
+MAX_PROPERTIES = 400  # of an object with these names; llguidance refuses objects of many more optional properties
+WORK = 32_768         # of one schema document. Takes at most 20 ms
+PARSE = 12            # work for each character of a pattern; it takes up to 6 us
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # ^ and $: no text has these characters (Unicode calls them noncharacters)
 
-_Text = tuple[Any, ...]  # characters, _BEGIN and _END
+
+@dataclasses.dataclass(slots=True)
+class Budget:
+    """Work that is left for the patterns of a document. Patterns that would take more stay patterns."""
+
+    left: int = WORK
+
+    def take(self, work: int) -> bool:
+        """Subtract work if that much is left. False if not."""
+        if work > self.left:
+            return False
+        self.left -= work
+        return True
 
 
-def expand_finite_patterns(schema: dict[str, Any]) -> None:
+def expand_finite_patterns(schema: dict[str, Any], budget: Budget) -> None:
     """Move the names of finite patterns to `properties`, after those that are there. Changes the schema in place.
 
     A property that a pattern matches as well must follow both schemas, so its pattern stays in `allOf`.
+
+    budget: of the document that the schema is a part of.
     """
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(properties, dict):
         return
-    for pattern in list(patterns):
-        names = finite_names(pattern)
-        if names is None or _may_repeat(schema, names):
+    schema["properties"] = properties = dict(properties)
+    for pattern, value in list(patterns.items()):
+        names = finite_names(pattern, budget)
+        if names is None or len(properties) + len(names) > MAX_PROPERTIES or _may_repeat(schema, names):
             continue
-        value = patterns.pop(pattern)
-        properties = {**properties, **{name: _both(properties.get(name, True), value) for name in names}}
-    schema["properties"] = properties
+        # The grammar's text has the schema once for each name.
+        copies = len(names) - 1
+        if copies > 0 and not budget.take(copies * _characters(value, budget.left // copies + 1)):
+            continue
+        del patterns[pattern]
+        for name in names:
+            properties[name] = _both(properties.get(name, True), value)
     if not patterns:
         del schema["patternProperties"]
     _require_all(schema)
 
 
-def finite_names(pattern: str) -> list[str] | None:
-    """Return the names that a pattern matches, in its own order. None for more than MAX_NAMES, or any other pattern."""
+def finite_names(pattern: str, budget: Budget) -> list[str] | None:
+    """Return the names that a pattern matches, in its own order.
+
+    None for more than MAX_NAMES, a name of more than MAX_NAME characters, too much work, or any other pattern.
+    """
+    if not pattern.startswith(("^", "(")) or not pattern.endswith(("$", ")")) or not budget.take(PARSE * len(pattern)):
+        return None
     try:
         parsed = _parser.parse(pattern)
-    except Exception:  # not valid in Python: llguidance reports what is not valid in its dialect
+        texts = _texts(parsed, budget)
+    except Exception:  # not valid in Python, or nested too deep: llguidance reports what is not valid in its dialect
         return None
-    if parsed.state.flags != _parser.parse("").state.flags:
-        return None
-    texts = _texts(parsed)
-    if texts is None:
+    if texts is None or parsed.state.flags != _parser.parse("").state.flags:
         return None
     names = []
     for text in texts:
-        if text[:1] != (_BEGIN,) or text[-1:] != (_END,) or len(text) < 2:
+        name = text[1:-1]
+        if len(text) < 2 or text[0] != _BEGIN or text[-1] != _END or _BEGIN in name or _END in name:
             return None  # more text may come before or after it
-        inner = [part for part in text if part is not _BEGIN and part is not _END]
-        if text != (_BEGIN, *inner, _END):
-            return None
-        names.append("".join(inner))
+        names.append(name)
     return list(dict.fromkeys(names))
+
+
+def _characters(value: Any, most: int) -> int:
+    """Return about how many characters a JSON value has, or a number above `most`."""
+    count, waiting = 0, [value]
+    while waiting and count <= most:
+        one = waiting.pop()
+        count += 4 + (len(one) if isinstance(one, str) else 0)
+        if isinstance(one, dict):
+            waiting += one.keys()
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return count
 
 
 def _may_repeat(schema: dict[str, Any], names: list[str]) -> bool:
@@ -86,49 +125,79 @@ def _require_all(schema: dict[str, Any]) -> None:
         schema["required"] = list(dict.fromkeys([*schema.get("required", []), *names]))
 
 
-def _texts(items: Iterable[Any]) -> list[_Text] | None:
+def _texts(items: Iterable[Any], budget: Budget) -> list[str] | None:
     """All texts of a sequence of parsed items. None if there are too many, or an item is not of a known kind."""
-    made: list[_Text] = [()]
+    made = [""]
     for item in items:
-        texts = _item(item)
-        if texts is None or len(made) * len(texts) > MAX_NAMES:
+        texts = _item(item, budget)
+        made = None if texts is None else _joined(made, texts, budget)
+        if made is None:
             return None
-        made = [before + text for before, text in itertools.product(made, texts)]
     return made
 
 
-def _item(item: Any) -> list[_Text] | None:
+def _joined(first: list[str], second: list[str], budget: Budget) -> list[str] | None:
+    """All texts of `first` with each text of `second` after them."""
+    count = len(first) * len(second)
+    if count > MAX_NAMES or not budget.take(count + 1):
+        return None
+    made = [before + after for before, after in itertools.product(first, second)]
+    return made if all(len(text) <= MAX_NAME + 2 for text in made) else None
+
+
+def _item(item: Any, budget: Budget) -> list[str] | None:
     op, value = item
     if op is ops.LITERAL:
-        return [(chr(value),)]
+        return _range(value, value)
     if op is ops.AT and value is ops.AT_BEGINNING:
-        return [(_BEGIN,)]
+        return [_BEGIN]
     if op is ops.AT and value is ops.AT_END:
-        return [(_END,)]
+        return [_END]
     if op is ops.SUBPATTERN:
         _, added, removed, inner = value
-        return None if added or removed else _texts(inner)
+        return None if added or removed else _texts(inner, budget)
     if op is ops.BRANCH:
-        return _union(map(_texts, value[1]))
+        return _union(_texts(branch, budget) for branch in value[1])
     if op is ops.IN:
         return _union(map(_class_item, value))
     if op is ops.MAX_REPEAT and value[1] is not ops.MAXREPEAT and value[1] <= MAX_NAMES:
-        lowest, highest, inner = value
-        return _union(_texts(list(inner) * count) for count in range(lowest, highest + 1))
+        return _repeated(*value, budget)
     return None
 
 
-def _class_item(item: Any) -> list[_Text] | None:
+def _repeated(lowest: int, highest: int, items: Iterable[Any], budget: Budget) -> list[str] | None:
+    """All texts of items that come `lowest` to `highest` times."""
+    once = _texts(items, budget)
+    if once is None:
+        return None
+    times: list[str] | None = [""]
+    found: list[str] = []
+    for count in range(highest + 1):
+        if times is None or len(found) + len(times) > MAX_NAMES:
+            return None
+        if count >= lowest:
+            found += times
+        if count < highest:
+            times = _joined(times, once, budget)
+    return found
+
+
+def _class_item(item: Any) -> list[str] | None:
     op, value = item
     if op is ops.LITERAL:
-        return [(chr(value),)]
-    if op is ops.RANGE and value[1] - value[0] < MAX_NAMES:
-        return [(chr(code),) for code in range(value[0], value[1] + 1)]
-    return None
+        return _range(value, value)
+    return _range(*value) if op is ops.RANGE else None
 
 
-def _union(parts: Iterable[list[_Text] | None]) -> list[_Text] | None:
-    made: list[_Text] = []
+def _range(first: int, last: int) -> list[str] | None:
+    """The characters of these codes. None for too many, or those that stand for ^ and $."""
+    if last - first >= MAX_NAMES or (first <= ord(_END) and last >= ord(_BEGIN)):
+        return None
+    return [chr(code) for code in range(first, last + 1)]
+
+
+def _union(parts: Iterable[list[str] | None]) -> list[str] | None:
+    made: list[str] = []
     for part in parts:
         if part is None or len(made) + len(part) > MAX_NAMES:
             return None
