@@ -9,7 +9,7 @@ from jpaged.errors import RequestError
 MAX_HEAD = 8_192  # bytes of the headers of one part
 MAX_PARTS = 32
 _BOUNDARY = re.compile(r'multipart/form-data\s*;(?:.*;)?\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
-_PARAMETER = re.compile(r';\s*(name|filename)="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
+_PARAMETER = re.compile(r';\s*(name|filename)=(?:"((?:[^"\\]|\\.)*)"|([^\s";]+))', re.IGNORECASE)
 
 
 class FormPart(NamedTuple):
@@ -30,6 +30,7 @@ async def read_form(chunks: AsyncIterable[bytes], boundary: bytes) -> AsyncGener
     delimiter = b"\r\n--" + boundary
     buffer = bytearray(b"\r\n")  # so that the first delimiter is like the others
     in_data, parts = True, 0
+    preamble = 0  # bytes before the first part
     async for chunk in chunks:
         buffer += chunk
         while True:
@@ -38,6 +39,8 @@ async def read_form(chunks: AsyncIterable[bytes], boundary: bytes) -> AsyncGener
                 piece = bytes(buffer[:end] if end >= 0 else buffer[: 1 - len(delimiter)])
                 if parts and piece:
                     yield piece
+                elif not parts and (preamble := preamble + len(piece)) > MAX_HEAD:
+                    raise _wrong(f"it has no boundary in its first {MAX_HEAD:,} bytes")
                 del buffer[: end + len(delimiter) if end >= 0 else len(piece)]
                 if end < 0:
                     break
@@ -59,7 +62,7 @@ def _part(head: bytes) -> FormPart:
     for line in head.split(b"\r\n"):
         name, _, value = line.decode("utf-8", errors="replace").partition(":")
         if name.strip().lower() == "content-disposition":
-            found = {key.lower(): text for key, text in _PARAMETER.findall(value)}
+            found = {key.lower(): quoted or token for key, quoted, token in _PARAMETER.findall(value)}
             if "name" in found:
                 return FormPart(found["name"], found.get("filename"))
     raise _wrong("a part has no name")

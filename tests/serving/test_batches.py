@@ -190,9 +190,14 @@ def test_refused_uploads(url, store, tmp_path):
     assert error_of(page, 415)
     form = {"Content-Type": "multipart/form-data; boundary=b"}
     cut_off = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nx'
-    for body in (b"", b"--b\r\n", cut_off, b"--b\r\nA: b\r\n\r\n", b"--b" + b"a" * 9_000):
+    right = b"\r\n".join((
+        b"--b", b"Content-Disposition: form-data; name=purpose", b"", b"batch",
+        b"--b", b"Content-Disposition: form-data; filename=a.jsonl; name=file; filename*=utf-8''b", b"", b"x", b"--b--",
+    ))  # fmt: skip
+    for body in (b"", b"--b\r\n", cut_off, b"--b\r\nA: b\r\n\r\n", b"--b" + b"a" * 9_000, b"a" * 9_000 + right):
         assert error_of(httpx.post(address, content=body, headers=form), 400)["param"] == "body"
     assert [path.name for path in (tmp_path / "batches" / "files").iterdir()] == []
+    assert httpx.post(address, content=right, headers=form).json()["filename"] == "a.jsonl"
     assert (store.num_receiving, store.bytes_received) == (0, 0)
 
 
