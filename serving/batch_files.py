@@ -8,6 +8,7 @@ import codecs
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import os
 import pathlib
 import uuid
@@ -20,6 +21,7 @@ import msgspec
 from jpaged.errors import JPagedError, RequestError, shown
 
 MAX_ID = 512  # characters of a custom_id
+MAX_LINE = 17 * 2**20  # bytes of a line of a file with limits; a body has at most 16 MiB
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,13 +104,14 @@ def check_requests(path: pathlib.Path, *, url: str | None = None, most: int | No
     """Check every line of an input file, and return the custom_ids.
 
     url:  that all lines must have. None: any.
-    most: requests of a file. None: any number.
+    most: requests of a file, which may have as many blank lines. Its lines have at most MAX_LINE bytes. None: no
+          limits.
 
     Raises BatchFileError with the number of the first wrong line, before anything runs. What a line asks for may still
     be wrong: its answer is an error then.
     """
     seen: dict[str, int] = {}
-    for number, line in _lines(path):
+    for number, line in _lines(path, most=None if most is None else 2 * most):
         request = _parse(path, number, line)
         where = f"{path}, line {number}"
         if not 0 < len(request.custom_id) <= MAX_ID:
@@ -132,11 +135,15 @@ def check_requests(path: pathlib.Path, *, url: str | None = None, most: int | No
     return set(seen)
 
 
-def _lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file that are not blank, with their numbers."""
+def _lines(path: pathlib.Path, *, most: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, with their numbers. most: lines. Then they have MAX_LINE bytes."""
+    longest = -1 if most is None else MAX_LINE + 1
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with path.open("rb", buffering=2**20) as file:
+            for number, line in enumerate(iter(functools.partial(file.readline, longest), b""), 1):
+                if most is not None and (number > most or len(line) > MAX_LINE):
+                    said = f"the file has over {most:,} lines" if number > most else f"has over {MAX_LINE:,} bytes"
+                    raise BatchFileError(f"{path}, line {number}: {said}: divide it", number)
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if text.strip():
                     yield number, text

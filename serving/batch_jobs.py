@@ -33,7 +33,7 @@ from jpaged.serving.batch_files import (
 from jpaged.serving.batch_run import answer, batch_urls, run_requests
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.file_objects import BatchError, BatchErrors, BatchObject, CreateBatch, RequestCounts
-from jpaged.serving.file_store import FileStore, load, new_id, save
+from jpaged.serving.file_store import FileStore, disk_errors, is_full, load, new_id, save
 from jpaged.serving.generation import Server
 from jpaged.serving.intake import Intake
 
@@ -46,7 +46,7 @@ TURN_SECONDS = 0.02      # between two looks at the engine's queue
 ATTEMPTS = 3             # of a line whose answer has a status of 500 or above
 ATTEMPT_SECONDS = 1.0    # between two attempts
 HEALTH_SECONDS = 60      # until an answer with such a status counts although the engine is not healthy
-RETRY_SECONDS = 10.0     # after an error of the engine, until the batch goes on
+RETRY_SECONDS = 10.0     # after an error of the engine, or on a full disk, until the batch goes on
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -95,7 +95,10 @@ class BatchJobs:
         self._files.close()
 
     async def create(self, owner: bytes, body: CreateBatch) -> BatchObject:
-        """Make a batch, which runs after those that came before. Raises RequestError, or CapacityError for too many."""
+        """Make a batch, which runs after those that came before.
+
+        Raises RequestError, CapacityError for too many batches, or APIError if its files do not fit into the folder.
+        """
         if body.endpoint not in (urls := batch_urls(self._app)):
             raise RequestError("endpoint", body.endpoint, f"must be one of {', '.join(sorted(urls))}")
         try:
@@ -104,6 +107,7 @@ class BatchJobs:
             raise RequestError("input_file_id", body.input_file_id, str(error)) from None
         if sum(job.batch.status not in ENDED for job in self._jobs.values()) >= MAX_UNFINISHED:
             raise CapacityError(f"{MAX_UNFINISHED} batches run or wait: send this one later", retry_after=60.0)
+        self._files.check_number()
         batch = BatchObject(
             id=new_id("batch_"), endpoint=body.endpoint, input_file_id=body.input_file_id,
             completion_window=body.completion_window, created_at=int(time.time()), metadata=body.metadata,
@@ -111,7 +115,12 @@ class BatchJobs:
         )  # fmt: skip
         job = _Job(owner.hex(), batch, new_id("file-"), new_id("file-"))
         self._jobs[batch.id] = job
-        await self._save(job)
+        try:
+            with disk_errors():
+                await self._save(job)
+        except BaseException:
+            del self._jobs[batch.id]
+            raise
         self._drop_oldest()
         self.start()
         return batch
@@ -141,7 +150,8 @@ class BatchJobs:
                 self._answering.cancel()
             elif job is not self._current and not self._results_path(job).exists():
                 batch.status, batch.cancelled_at = "cancelled", int(time.time())
-            await self._save(job)
+            with disk_errors():
+                await self._save(job)
         return batch
 
     def check_unused(self, file_id: str) -> None:
@@ -158,10 +168,11 @@ class BatchJobs:
             self._current = job
             try:
                 await self._run(job)
-            except EngineError as error:
-                logger.warning("%s waits for the engine: %s", job.batch.id, error)
-                await asyncio.sleep(RETRY_SECONDS)
-            except Exception:
+            except Exception as error:
+                if isinstance(error, EngineError) or (isinstance(error, OSError) and is_full(error)):
+                    logger.warning("%s waits: %s", job.batch.id, error)
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
                 logger.exception("%s failed", job.batch.id)
                 with contextlib.suppress(OSError):  # of a full disk
                     await self._fail(job, BatchError("server_error", "the server failed on it; its log says why"))
@@ -169,7 +180,7 @@ class BatchJobs:
                 self._current = self._answering = None
 
     async def _run(self, job: _Job) -> None:
-        """Run a batch to its end. Raises EngineError if the engine is closed."""
+        """Run a batch to its end. Raises EngineError if the engine is closed, OSError if the disk is full."""
         batch = job.batch
         source = self._files.path(batch.input_file_id)
         try:
@@ -286,7 +297,7 @@ class BatchJobs:
         except OSError:  # no room for a copy: all lines are in the output file
             answers.unlink(missing_ok=True)
             errors.unlink(missing_ok=True)
-            path.replace(answers)
+            answers = path
             counts = RequestCounts(counts.total, counts.completed + counts.failed)
         if counts.completed:
             name = f"{batch.id}_output.jsonl"

@@ -39,11 +39,17 @@ async def run_requests(
     """
     failed = 0
     synced = time.monotonic()
+    reading = asyncio.Lock()
+
+    async def following() -> BatchRequest | None:
+        # All workers take from one iterator, so the file is read as it is needed. A line may have megabytes, and follow
+        # thousands that are done: other requests must not wait for it.
+        async with reading:
+            return await asyncio.to_thread(lambda: next(requests, None))
 
     async def work() -> None:
-        # All workers take from one iterator, so the file is read as it is needed.
         nonlocal failed, synced
-        for request in requests:
+        while (request := await following()) is not None:
             status, request_id, body = await ask(request)
             results.append(BatchResult.of(request.custom_id, status, request_id, body))
             failed += status >= 400
@@ -58,7 +64,7 @@ async def run_requests(
                 group.create_task(work())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    results.sync()
+    await asyncio.to_thread(results.sync)
     return failed
 
 

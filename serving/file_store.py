@@ -109,10 +109,15 @@ class FileStore:
             path.unlink(missing_ok=True)
 
     def receive(self) -> "Upload":
-        """Begin an upload. Raises APIError if there are too many files."""
+        """Begin an upload. Raises APIError if there are too many files, or the disk is full."""
+        self.check_number()
+        with disk_errors():
+            return Upload(self, self._folder)
+
+    def check_number(self) -> None:
+        """Raise APIError if there are as many files as the server keeps."""
         if len(self._records) + self.num_receiving >= self.limits.max_files:
             raise _full(f"the server keeps at most {self.limits.max_files:,} files")
-        return Upload(self, self._folder)
 
     def check_room(self, size: int) -> None:
         """Raise APIError if files of `size` bytes do not fit next to those that are there."""
@@ -124,7 +129,7 @@ class FileStore:
     ) -> FileObject:
         """Move a file into the store. It replaces a file of that id.
 
-        owner: in hexadecimal digits.
+        owner: in hexadecimal digits. Raises OSError if the disk is full. Then the file stays where it was.
         """
         file = FileObject(id=file_id, bytes=0, created_at=int(time.time()), filename=filename, purpose=purpose)
         record = _Record(owner, file)
@@ -138,7 +143,11 @@ class FileStore:
         target = self.path(record.file.id)
         record.file.bytes = made.stat().st_size
         made.replace(target)
-        save(target.with_suffix(".json"), record)
+        try:
+            save(target.with_suffix(".json"), record)
+        except OSError:
+            target.replace(made)
+            raise
 
 
 class Upload:
@@ -169,7 +178,7 @@ class Upload:
     async def finish(self, owner: bytes, filename: str) -> FileObject:
         """Add the file to the store."""
         await self._flush()
-        with _disk_errors():
+        with disk_errors():
             await asyncio.to_thread(os.fsync, self._file.fileno())
             return await self._store.add(owner.hex(), self.id, self._path, filename, "batch")
 
@@ -183,7 +192,7 @@ class Upload:
 
     async def _flush(self) -> None:
         data, self._waiting = bytes(self._waiting), bytearray()
-        with _disk_errors():
+        with disk_errors():
             await asyncio.to_thread(self._write, data)
 
     def _write(self, data: bytes) -> None:
@@ -218,13 +227,19 @@ def load(folder: pathlib.Path, kind: type[T]) -> dict[str, T]:
 
 
 @contextlib.contextmanager
-def _disk_errors() -> Generator[None]:
+def disk_errors() -> Generator[None]:
+    """Raise APIError instead of the OSError of a full disk."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             raise
         raise _full("the disk of the server is full") from None
+
+
+def is_full(error: OSError) -> bool:
+    """True if the error says that the disk is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _full(reason: str) -> APIError:

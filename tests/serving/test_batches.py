@@ -1,17 +1,24 @@
 """/v1/files and /v1/batches with the official client: uploads, answers, limits, keys, and a restart of the server."""
 
+import asyncio
 import dataclasses
+import errno
 import json
+import threading
+import time
+from collections.abc import Iterator
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types import Batch, FileObject
 
 from jpaged.errors import RequestError
-from jpaged.serving import batch_jobs
+from jpaged.serving import batch_files, batch_jobs, file_store
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
+from jpaged.serving.batch_run import run_requests
 from jpaged.serving.file_store import FileLimits, FileStore
 from jpaged.serving.generation import Server
 from tests.serving.http_client import error_of, strict, wait_for
@@ -111,9 +118,13 @@ def test_a_batch(client, url, engine):
     (lines(ask("a", stream=True)), 1, "stream: true"),
     (lines(*[ask("a")] * 3), 3, "at most 2 requests"),
     (b"\n", None, "has no requests"),
+    (lines(ask("a")) + b"\n" * 4, 5, "over 4 lines"),
+    (lines(ask("a"), ask("b" * 1_000)), 2, "over 1,000 bytes"),
+    (b" " * 2_000, 1, "over 1,000 bytes"),
 ])  # fmt: skip
 def test_a_wrong_input_file_fails_the_batch(client, engine, monkeypatch, data, line, said):
     monkeypatch.setattr(batch_jobs, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(batch_files, "MAX_LINE", 1_000)
     done = ended(client, start(client, data))
     assert (done.status, done.output_file_id) == ("failed", None)
     assert (done.errors.data[0].line, said in done.errors.data[0].message) == (line, True)
@@ -169,6 +180,51 @@ def test_limits(client, url, store):
     assert (store.num_receiving, store.bytes_received) == (0, 0)
 
 
+def test_batches_make_no_files_beyond_the_limit(client, store):
+    made = upload(client, lines(ask("a")))
+    for _ in range(5):
+        upload(client, b"")
+    with pytest.raises(openai.APIStatusError, match="at most 6 files") as caught:
+        client.batches.create(input_file_id=made.id, endpoint=URL, completion_window="24h")
+    assert (caught.value.status_code, list(client.batches.list())) == (413, [])
+
+
+def test_a_full_disk(client, url, engine, store, tmp_path, monkeypatch):
+    """Nothing is made that has no record, and answers wait until there is room for the record of their file."""
+    full, saved = {"batches", "files"}, file_store.save
+
+    def save(path, record) -> None:
+        if path.parent.name in full:
+            raise OSError(errno.ENOSPC, "no space")
+        saved(path, record)
+
+    data = lines(ask("a"), ask("b", temperature=-1))
+    kept = upload(client, data)
+    monkeypatch.setattr(file_store, "save", save)
+    monkeypatch.setattr(batch_jobs, "save", save)
+    monkeypatch.setattr(batch_jobs, "RETRY_SECONDS", 0.01)
+    create = {"input_file_id": kept.id, "endpoint": URL, "completion_window": "24h"}
+    assert error_of(httpx.post(f"{url}/v1/batches", json=create), 413)["code"] == "storage_full"
+    files = {"file": ("a", data), "purpose": (None, "batch")}
+    assert error_of(httpx.post(f"{url}/v1/files", files=files), 413)["code"] == "storage_full"
+    assert ([one.id for one in client.files.list()], list(client.batches.list())) == ([kept.id], [])
+    assert {path.stem for path in (tmp_path / "batches" / "files").iterdir()} == {kept.id}
+    full.clear()
+    engine.step_seconds = 0.01
+    made = start(client, lines(ask("a"), ask("b", temperature=-1), ask("c", max_tokens=50)))
+    wait_for(lambda: client.batches.retrieve(made.id).request_counts.failed == 1)
+    full.add("files")
+    wait_for(lambda: client.batches.retrieve(made.id).status == "finalizing")
+    time.sleep(0.05)  # five attempts
+    assert client.batches.retrieve(made.id).status == "finalizing"
+    full.clear()
+    done = ended(client, made)
+    assert done.request_counts.to_dict() == {"total": 3, "completed": 2, "failed": 1}
+    assert set(answers(client, done.output_file_id)) == {"r0", "r2"}
+    assert len(engine.seen_prompts) == 2  # no line ran again
+    assert not [path for path in store.batches.iterdir() if path.suffix != ".json"]
+
+
 @pytest.mark.parametrize(("param", "body"), [
     ("endpoint", {"endpoint": "/v1/batches"}), ("input_file_id", {"input_file_id": "file-x"}),
     ("completion_window", {"completion_window": "1h"}), ("output_expires_after", {"output_expires_after": {}}),
@@ -217,6 +273,23 @@ def test_files_and_batches_belong_to_their_key(engine, host, store):
         ):
             with pytest.raises(openai.NotFoundError):
                 call(name)
+
+
+def test_lines_are_read_outside_of_the_event_loop(tmp_path):
+    """Reading a line of 16 MB takes 50 ms, and finding the first of 50,000 lines that is not done takes longer."""
+    readers = set()
+
+    def requests() -> Iterator[batch_files.BatchRequest]:
+        for i in range(6):
+            readers.add(threading.current_thread())
+            yield batch_files.BatchRequest(str(i), URL, msgspec.Raw(b"{}"))
+
+    async def answered(request: batch_files.BatchRequest) -> tuple[int, str, bytes]:
+        return 200, request.custom_id, b"{}"
+
+    with batch_files.open_results(tmp_path / "out.jsonl", ()) as results:
+        asyncio.run(run_requests(answered, requests(), results, max_inflight=3, update=lambda status: None))
+    assert (len(results.done), threading.current_thread() in readers) == (6, False)
 
 
 def test_a_restart_goes_on(engine, store, tmp_path):
