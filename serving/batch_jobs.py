@@ -201,7 +201,15 @@ class BatchJobs:
             update = self._counter(batch, results)
             if batch.status != "cancelling":
                 failure = await self._answer_lines(job, source, results, update)
-        await self._finish(job, failure)
+        while True:
+            try:
+                await self._finish(job, failure)
+                return
+            except OSError as error:  # no line runs again for it
+                if not is_full(error):
+                    raise
+                logger.warning("%s waits for room on the disk", batch.id)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _answer_lines(
         self, job: _Job, source: pathlib.Path, results: ResultFile, update: Callable[[int], None]
@@ -305,13 +313,15 @@ class BatchJobs:
         if counts.failed:
             name = f"{batch.id}_error.jsonl"
             batch.error_file_id = (await self._files.add(job.owner, job.error_id, errors, name, "batch_output")).id
+        now = int(time.time())
         if failure is not None:
-            await self._fail(job, failure)
+            ended = msgspec.structs.replace(batch, status="failed", failed_at=now, errors=BatchErrors([failure]))
         elif cancelled:
-            batch.status, batch.cancelled_at = "cancelled", int(time.time())
+            ended = msgspec.structs.replace(batch, status="cancelled", cancelled_at=now)
         else:
-            batch.status, batch.completed_at = "completed", int(time.time())
-        await self._save(job)
+            ended = msgspec.structs.replace(batch, status="completed", completed_at=now)
+        await self._save(msgspec.structs.replace(job, batch=ended))
+        job.batch = ended  # not before: no client sees an end that has no record
         for made in (path, answers, errors):
             made.unlink(missing_ok=True)
 

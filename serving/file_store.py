@@ -208,11 +208,15 @@ def new_id(prefix: str) -> str:
 def save(path: pathlib.Path, record: msgspec.Struct) -> None:
     """Write a struct as JSON. A reader sees the old file or the new one, whole. Blocks until it is on the disk."""
     made = path.with_suffix(".tmp")
-    with made.open("wb") as file:
-        file.write(msgspec.json.encode(record))
-        file.flush()
-        os.fsync(file.fileno())
-    made.replace(path)
+    try:
+        with made.open("wb") as file:
+            file.write(msgspec.json.encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(path)
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
 
 
 def load(folder: pathlib.Path, kind: type[T]) -> dict[str, T]:

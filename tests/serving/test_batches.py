@@ -225,6 +225,33 @@ def test_a_full_disk(client, url, engine, store, tmp_path, monkeypatch):
     assert not [path for path in store.batches.iterdir() if path.suffix != ".json"]
 
 
+def test_a_disk_that_is_full_for_answers(client, engine, monkeypatch):
+    """The lines that ran before get an output file, and none runs twice. Only a part of the second answer fits."""
+    append, save, written, full = batch_files.os.write, file_store.save, [], []
+
+    def write(file: int, data: bytes) -> int:
+        if not full and len(written) < 2:
+            written.append(data)
+            return append(file, data if len(written) == 1 else data[:50])
+        full.append(1)
+        raise OSError(errno.ENOSPC, "no space")
+
+    def save_if_room(path, record) -> None:
+        if 0 < len(full) < 4:
+            full.append(1)
+            raise OSError(errno.ENOSPC, "no space")
+        save(path, record)
+
+    monkeypatch.setattr(batch_files.os, "write", write)
+    monkeypatch.setattr(batch_jobs, "save", save_if_room)
+    monkeypatch.setattr(batch_jobs, "RETRY_SECONDS", 0.01)
+    engine.step_seconds = 0.01
+    done = ended(client, start(client, lines(*(ask("abc", max_tokens=i) for i in (1, 5, 9)))))
+    assert (done.status, done.errors.data[0].code) == ("failed", "storage_full")
+    assert set(answers(client, done.output_file_id)) == {"r0"}
+    assert len(engine.seen_prompts) == 3
+
+
 @pytest.mark.parametrize(("param", "body"), [
     ("endpoint", {"endpoint": "/v1/batches"}), ("input_file_id", {"input_file_id": "file-x"}),
     ("completion_window", {"completion_window": "1h"}), ("output_expires_after", {"output_expires_after": {}}),
