@@ -22,6 +22,7 @@ from jpaged.errors import JPagedError, RequestError, shown
 
 MAX_ID = 512  # characters of a custom_id
 MAX_LINE = 17 * 2**20  # bytes of a line of a file with limits; a body has at most 16 MiB
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -124,7 +125,7 @@ def check_requests(path: pathlib.Path, *, url: str | None = None, most: int | No
             raise BatchFileError(f"{where}: a batch has at most {most:,} requests: divide the file", number)
         try:
             detached = msgspec.json.decode(request.body, type=_Detached)
-        except msgspec.DecodeError:
+        except _DECODE_ERRORS:
             raise BatchFileError(f"{where}: body must be a JSON object", number) from None
         for name in detached.__struct_fields__:
             if getattr(detached, name):
@@ -154,7 +155,7 @@ def _lines(path: pathlib.Path, *, most: int | None = None) -> Iterator[tuple[int
 def _parse(path: pathlib.Path, number: int, line: bytes) -> BatchRequest:
     try:
         return msgspec.json.decode(line, type=BatchRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _DECODE_ERRORS as error:
         form = '{"custom_id": "...", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
         raise BatchFileError(f"{path}, line {number}: {error}. A line is {form}", number) from None
 
@@ -224,7 +225,7 @@ def _read_finished(results: ResultFile, expected: Collection[str]) -> None:
         results.size += len(line)
         try:
             line_done = msgspec.json.decode(line, type=_Done)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except _DECODE_ERRORS:
             line_done = _Done("")  # which no request has
         custom_id = line_done.custom_id
         if custom_id not in expected or custom_id in results.done:

@@ -74,6 +74,10 @@ class BatchJobs:
         self._intake = intake
         loaded = load(files.batches, _Job)
         self._jobs = dict(sorted(loaded.items(), key=lambda one: one[1].batch.created_at))
+        for path in files.batches.glob("batch_*.*"):  # left over from a kill
+            job = self._jobs.get(path.stem)
+            if path.suffix == ".tmp" or (path.suffix != ".json" and job is not None and job.batch.status in ENDED):
+                path.unlink()
         self._inflight = 0  # lines
         self._closes = False
         self._saving, self._turns = asyncio.Lock(), asyncio.Lock()

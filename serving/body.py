@@ -137,6 +137,7 @@ def decode_body(raw: bytes, schema: type[Body]) -> Body:
 def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
     """Return the fields of the body with their JSON. Does not decode them, and copies none."""
     try:
+        raw.decode()  # msgspec does not check the text that it skips
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise RequestError("body", _shown(raw), "must be a JSON object") from None

@@ -72,8 +72,8 @@ class FileStore:
         self._records = {
             file_id: record for file_id, record in load(self._folder, _Record).items() if self.path(file_id).exists()
         }
-        for path in self._folder.glob("file-*"):  # of uploads that were cut off
-            if _LEFT_OVER.fullmatch(path.name) and path.stem not in self._records:
+        for path in self._folder.glob("file-*"):  # of uploads that were cut off; not of a record that cannot be read
+            if _LEFT_OVER.fullmatch(path.name) and (path.suffix or not path.with_suffix(".json").exists()):
                 path.unlink()
         self.num_bytes = sum(record.file.bytes for record in self._records.values())  # of whole files
         self.num_receiving = 0   # uploads that are being received

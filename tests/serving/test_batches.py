@@ -118,13 +118,16 @@ def test_a_batch(client, url, engine):
     (lines(ask("a", stream=True)), 1, "stream: true"),
     (lines(*[ask("a")] * 3), 3, "at most 2 requests"),
     (b"\n", None, "has no requests"),
+    (lines(ask("a", stream="X")).replace(b"X", b"\xff"), 1, "must be a JSON object"),
+    (lines(ask("a", stream="X")).replace(b'"X"', b"[" * 2_000 + b"]" * 2_000), 1, "recursion"),
+    (lines(ask("a"))[:20] + b"\xff", 1, "line 1"),
     (lines(ask("a")) + b"\n" * 4, 5, "over 4 lines"),
-    (lines(ask("a"), ask("b" * 1_000)), 2, "over 1,000 bytes"),
-    (b" " * 2_000, 1, "over 1,000 bytes"),
+    (lines(ask("a"), ask("b" * 5_000)), 2, "over 5,000 bytes"),
+    (b" " * 6_000, 1, "over 5,000 bytes"),
 ])  # fmt: skip
 def test_a_wrong_input_file_fails_the_batch(client, engine, monkeypatch, data, line, said):
     monkeypatch.setattr(batch_jobs, "MAX_REQUESTS", 2)
-    monkeypatch.setattr(batch_files, "MAX_LINE", 1_000)
+    monkeypatch.setattr(batch_files, "MAX_LINE", 5_000)
     done = ended(client, start(client, data))
     assert (done.status, done.output_file_id) == ("failed", None)
     assert (done.errors.data[0].line, said in done.errors.data[0].message) == (line, True)
@@ -327,6 +330,11 @@ def test_a_restart_goes_on(engine, store, tmp_path):
         wait_for(lambda: client.batches.retrieve(made.id).request_counts.completed == 4)
         with pytest.raises(RequestError, match="another server"):
             FileStore(tmp_path / "batches")
+    folder = tmp_path / "batches"
+    parts = ["files/file-" + "0" * 48 + end for end in ("", ".part", ".tmp")] + ["batches/batch_1.tmp"]
+    kept = ["files/file-" + "1" * 48 + end for end in ("", ".json")]  # whose record cannot be read
+    for name in (*parts, *kept):
+        (folder / name).write_bytes(b"x")
     engine.step_seconds, engine.closed = 0, False
     engine.seen_prompts.clear()
     again = create_app(server, AppOptions(files=FileStore(tmp_path / "batches")))
@@ -335,6 +343,12 @@ def test_a_restart_goes_on(engine, store, tmp_path):
         assert (done.status, done.request_counts.completed) == ("completed", 8)
         assert len(engine.seen_prompts) == 4
         assert set(answers(client, done.output_file_id)) == {f"r{i}" for i in range(8)}
+    assert [name for name in (*parts, *kept) if (folder / name).exists()] == kept
+    (folder / f"batches/{made.id}.errors").touch()
+    last = FileStore(folder)
+    create_app(server, AppOptions(files=last))
+    last.close()
+    assert [path.name for path in last.batches.iterdir()] == [f"{made.id}.json"]
 
 
 def test_a_line_on_which_the_server_fails_runs_again(client, engine, monkeypatch):

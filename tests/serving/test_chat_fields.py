@@ -3,12 +3,13 @@
 import json
 import logging
 
+import httpx
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from jpaged.serving import ignored_fields
 from tests.serving.chat_requests import chat, chunks, refused
-from tests.serving.http_client import CHAT, post, strict
+from tests.serving.http_client import CHAT, error_of, post, strict
 from tests.serving.tool_definitions import OFFERED
 
 FUNCTIONS = [tool["function"] for tool in OFFERED]
@@ -124,6 +125,14 @@ def test_a_conversation_with_a_called_function(chat_url, engine):
     call, result = engine.tokenizer.seen_messages[1:]
     assert call["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
     assert (result["role"], result["tool_call_id"]) == ("tool", call["tool_calls"][0]["id"])
+
+
+@pytest.mark.parametrize("skipped", [b'"\xff": 1', b'"x": "\xff"', b'"x": {"\xff": [1]}'])
+@pytest.mark.parametrize("size", [1, 300_000])
+def test_ignored_text_must_be_utf_8(chat_url, skipped, size):
+    message = b'{"role": "user", "content": "%s", %s}' % (b"a" * size, skipped)
+    response = httpx.post(f"{chat_url}/v1/chat/completions", content=b'{"messages": [%s]}' % message)
+    assert "must be JSON" in error_of(response, 400)["message"]
 
 
 def test_unknown_fields_of_a_history_are_ignored_and_logged_once(chat_url, engine, caplog, monkeypatch):
