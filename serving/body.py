@@ -175,7 +175,7 @@ def _check_other(name: str, raw: msgspec.Raw, schema: type[Body]) -> None:
         kind = name.removeprefix("guided_")[:MAX_FIELD_NAME]
         raise RequestError(name, value, f'not a field any more: send structured_outputs: {{"{kind}": ...}}')
     close = difflib.get_close_matches(name, schema.__struct_fields__, n=1) if len(name) <= MAX_FIELD_NAME else []
-    raise RequestError(name, value, "unknown field" + (f": did you mean {close[0]}?" if close else ""))
+    raise RequestError(name, value, "unknown field" + (f" (did you mean {close[0]}?)" if close else ""))
 
 
 def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
@@ -183,7 +183,8 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
         if value == accepted and isinstance(value, bool) == isinstance(accepted, bool):
             return
     listed = ", ".join(msgspec.json.encode(accepted).decode() for accepted in neutral)
-    raise RequestError(name, value, "not supported yet; leave it out" + (f" or send {listed}" if listed else ""))
+    state = "is for the operator, who sets --chat-template" if name == "chat_template" else "is not supported yet"
+    raise RequestError(name, value, f"{state}: leave it out" + (f", or send {listed}" if listed else ""))
 
 
 def _field_error(message: str, fields: dict[str, msgspec.Raw], schema: type[Body]) -> RequestError:

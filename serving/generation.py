@@ -59,8 +59,7 @@ class Server:
         if asked is None:
             return self.model_names[0]
         if asked not in self.model_names:
-            names = ", ".join(self.model_names)
-            message = f"is not served here; available: {names} (model={shown(asked)})"
+            message = f"model is not served here: use {' or '.join(self.model_names)}, got {shown(asked)}"
             raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         return asked
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import faulthandler
 import gc
 import logging
@@ -52,7 +53,10 @@ def take_address(host: str, port: int, flag: str = "--port") -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise AddressError(f"cannot listen on {host}:{port} ({error.strerror or error}): try another {flag}") from None
+        hint = f"try another {flag}"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            hint = "this machine does not have that address: try another --host"
+        raise AddressError(f"cannot listen on {host}:{port} ({error.strerror or error}): {hint}") from None
     return bound
 
 

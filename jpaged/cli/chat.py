@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jpaged.async_llm import AsyncLLM
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
+DEMO = "The demo model continues Python code and is not trained to chat: expect code, not answers."
 NO_TEMPLATE = "This model has no chat template: it gets a plain transcript, and may also write your part of it."
 
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
@@ -76,6 +77,8 @@ class Chat:
             params = dataclasses.replace(engine.default_sampling_params, **given, max_tokens=self.max_tokens)
             conversation = Conversation(engine, params, template, self.system_prompt)
             print(HELP, file=sys.stderr)
+            if options["model"] == "demo":
+                print(DEMO, file=sys.stderr)
             if not conversation.templated:
                 print(NO_TEMPLATE, file=sys.stderr)
             for line in _lines():

@@ -253,7 +253,7 @@ class ProgramTable:
         with self._change:
             self._check()
             if kind not in self._awaited:
-                logger.info("a request waits for a program that is being compiled: %s", kind)
+                logger.debug("a request waits for a program that is being compiled, or read from the cache: %s", kind)
             self._awaited.add(kind)
         return not any(kind_of(shape) == kind for shape in self.missing)  # then `_smallest` raises
 
@@ -310,7 +310,7 @@ class ProgramTable:
                 left = began + PATIENCE_SECONDS - time.monotonic()
                 if left <= 0 and not told:
                     told = True
-                    tell(f"a request waits for a program that is being compiled: {kind}")
+                    tell(f"a request waits for a program that is being compiled ({kind.lower()})")
                 self._change.wait(left if left > 0 else None)
         return found
 

@@ -99,7 +99,7 @@ def test_a_long_wait_for_a_program_is_told_on_a_terminal(monkeypatch, capsys):
     time.sleep(0.05)
     table.add(Program(SampleShape(32, SamplerVariant.RANDOM), NOTHING, 0.0, 0))
     thread.join(10)
-    assert capsys.readouterr().err == "jpaged: a request waits for a program that is being compiled: RANDOM\n"
+    assert capsys.readouterr().err == "jpaged: a request waits for a program that is being compiled (random)\n"
 
 
 def test_a_failure_reaches_who_waits():
