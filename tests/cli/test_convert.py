@@ -37,7 +37,7 @@ def test_convert_use_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"wrote {out}: 11.2 MB, bfloat16" in done.stdout
     assert f"jpaged generate {out}" in done.stdout
 
-    # The penalty is given, because its default for `demo` is another than for a folder.
+    # The penalty is given: its default for `demo` differs from that for a folder.
     prompt = ["def read_json(path):", "--max-tokens", "12", "--temperature", "0", "--repetition-penalty", "1", *SMALL]
     here, there = (run_here(capsys, "generate", model, *prompt) for model in (out, "demo"))
     assert here.splitlines()[:2] == there.splitlines()[:2]
@@ -49,7 +49,7 @@ def test_convert_use_and_restore(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     done = run("convert", "demo", out)
     assert done.returncode == 2
-    assert done.stderr.startswith("jpaged: there is a folder that is not empty: name a new folder")
+    assert done.stderr.startswith("jpaged: out: there is a folder that is not empty: name a new folder")
     assert f"got {out!r}" in done.stderr
 
 
