@@ -15,7 +15,7 @@ from typing import Any
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 PROMPT = "def read_settings(path):\n"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 SECONDS = 60.0  # of any answer
 MAX_MESSAGE = 2_000  # characters of an error
 
@@ -203,7 +203,7 @@ def sent(port: int, method: str, path: str, body: bytes, kind: str, rng: random.
     """Send a request in its way. Returns the status and the answer's body; 0 if the client did not wait for it."""
     if kind == "whole":
         return ask(port, method, path, body)
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n".encode()
     length = b"content-length: %d\r\n\r\n" % len(body)
     with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
         if kind == "chunked":
