@@ -10,7 +10,7 @@ from jpaged.answers.grammar import enforced_format, tool_grammar
 from jpaged.answers.parser import AnswerReader
 from jpaged.chat.prompt import RenderOptions, chat_prompt, continued_text, template_text
 from jpaged.errors import RequestError
-from jpaged.params.reasoning_tags import PROMPT_END, REASONING_PARSERS, ReasoningTags
+from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.params.sampling import SamplingParams
 from jpaged.text.encoder import TokenLimit
 
@@ -122,7 +122,7 @@ def chat_turn(
     tool_format = _tool_format(tokenizer, formats, choice, offered) if offered else None
     continued = continued_text(messages, options)
     reasoning = formats.reasoning.continuing(continued) if formats.reasoning is not None else None
-    if reasoning is not None and reasoning.opened_by(tokenizer.decode(prompt["prompt_token_ids"][-PROMPT_END:])):
+    if reasoning is not None and reasoning.opened_after(tokenizer, prompt["prompt_token_ids"]):
         reasoning = dataclasses.replace(reasoning, opened=True)
     reader = AnswerReader(
         tool_format=tool_format,

@@ -1,6 +1,8 @@
 """The tags around a model's reasoning, and whether a prompt ends inside them."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jpaged.errors import RequestError
 
@@ -14,7 +16,7 @@ class ReasoningTags:
     always: an answer begins with reasoning even without a start tag, unless the prompt has closed the reasoning. For
         models whose chat template writes the start tag, if the prompt was rendered by another template that does not.
     opened: whether the answer goes on inside reasoning, where the caller knows it. False: the answer has no reasoning.
-        None: `opened_by` looks at the end of the prompt.
+        None: the end of the prompt says it.
     """
 
     start: str
@@ -37,13 +39,14 @@ class ReasoningTags:
             return self
         return dataclasses.replace(self, opened=begun.startswith(self.start) and self.end not in begun)
 
-    def opened_by(self, prompt: str) -> bool:
-        """True if an answer to this prompt begins inside reasoning. A template may write the start tag.
-
-        prompt: its end is enough.
-        """
+    def opened_after(self, tokenizer: Any, token_ids: Sequence[int]) -> bool:
+        """True if an answer to this prompt begins inside reasoning. `opened` says so, or the end of the prompt."""
         if self.opened is not None:
             return self.opened
+        return self.opened_by(tokenizer.decode(token_ids[-PROMPT_END:]))
+
+    def opened_by(self, prompt: str) -> bool:
+        """True if a text ends inside reasoning. A template may write the start tag. prompt: its end is enough."""
         start, end = prompt.rfind(self.start), prompt.rfind(self.end)
         written = prompt.rstrip()
         if written.endswith(self.start):

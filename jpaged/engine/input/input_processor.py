@@ -26,7 +26,7 @@ from jpaged.engine.strategies.pooling import check_task
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.params.pooling import PoolingParams
-from jpaged.params.reasoning_tags import PROMPT_END, ReasoningTags
+from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.requester import ANYONE, Requester
 
@@ -218,7 +218,7 @@ class InputProcessor:
         if self._tokenizer is None:
             accepted = "are strings, and the model has no tokenizer: start with the option tokenizer"
             raise RequestError("reasoning_tags", (tags.start, tags.end), accepted)
-        return tags.opened_by(self._tokenizer.decode(token_ids[-PROMPT_END:]))
+        return tags.opened_after(self._tokenizer, token_ids)
 
     def _reasoning_budget(self, tags: ReasoningTags | None, budget: int, *, opened: bool) -> ReasoningBudget:
         if tags is None:
