@@ -142,7 +142,7 @@ def sampling_params(
     if request.logprob_token_ids:
         if logprobs is None:
             raise RequestError("logprob_token_ids", request.logprob_token_ids, "needs logprobs: ask for them as well")
-        logprobs = None  # as many as there are ids
+        logprobs = None  # SamplingParams sets it to the number of ids
     if request.vllm_xargs:
         _log_unused("vllm_xargs")
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY

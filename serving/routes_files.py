@@ -16,6 +16,7 @@ from jpaged.serving.error_responses import APIError, ClientDisconnected
 from jpaged.serving.file_objects import BatchList, BatchObject, CreateBatch, DeletedFile, FileList, FileObject
 from jpaged.serving.file_store import FileStore, Upload
 from jpaged.serving.multipart import FormPart, boundary_of, read_form
+from jpaged.serving.paging import PageQuery
 
 T = TypeVar("T", FileObject, BatchObject)
 
@@ -155,25 +156,10 @@ def _query(request: Request, *known: str) -> dict[str, str]:
 def _page(
     kind: Callable[..., Any], oldest_first: Sequence[T], given: dict[str, str], default: int, most: int
 ) -> msgspec.Struct:
-    """Return a page as OpenAI's API does. given: after, limit and order."""
-    limit, order = given.get("limit", str(default)), given.get("order", "desc")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= most):
-        raise RequestError("limit", limit, f"must be 1 to {most:,}")
-    if order not in ("asc", "desc"):
-        raise RequestError("order", order, "must be asc or desc")
-    items = list(oldest_first if order == "asc" else reversed(oldest_first))
-    start = 0
-    if "after" in given:
-        place = next((i for i, item in enumerate(items) if item.id == given["after"]), None)
-        if place is None:
-            raise RequestError("after", given["after"], "must be the id of one in this list")
-        start = place + 1
-    page = items[start : start + int(limit)]
+    """Return a page. given: after, limit and order."""
+    page, has_more = PageQuery.read(given, default, most).cut(oldest_first, lambda item: item.id, "one in this list")
     return kind(
-        data=page,
-        first_id=page[0].id if page else None,
-        last_id=page[-1].id if page else None,
-        has_more=start + int(limit) < len(items),
+        data=page, first_id=page[0].id if page else None, last_id=page[-1].id if page else None, has_more=has_more
     )
 
 

@@ -23,6 +23,7 @@ from jpaged.serving.chat_turns import turn_of
 from jpaged.serving.disconnect import until_disconnect
 from jpaged.serving.error_responses import APIError, error_body
 from jpaged.serving.generation import Server
+from jpaged.serving.paging import PageQuery
 from jpaged.serving.responses_input import (
     RENAMES,
     chat_request,
@@ -131,14 +132,9 @@ async def cancel(request: Request) -> Response:
 async def list_input(request: Request) -> Response:
     """Return a page of the input items of a stored response, those of earlier responses included."""
     _refuse_include(request)
-    query = request.query_params
-    after, order, limit = query.get("after"), query.get("order", "desc"), query.get("limit", "20")
-    if order not in ("asc", "desc"):
-        raise RequestError("order", order, "must be asc or desc")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_PAGE):
-        raise RequestError("limit", limit, f"must be 1 to {MAX_PAGE}")
+    query = PageQuery.read(request.query_params, 20, MAX_PAGE)
     stored = _found(request)
-    page = await run_in_threadpool(_page, stored.conversation, after, int(limit), order == "asc")
+    page = await run_in_threadpool(_page, stored.conversation, query)
     return _json(msgspec.json.encode(page))
 
 
@@ -320,22 +316,14 @@ def _refuse_include(request: Request) -> None:
             raise RequestError(name, request.query_params[name], "send it when the response is made: leave it out")
 
 
-def _page(conversation: bytes, after: str | None, limit: int, ascending: bool) -> InputItemList:
+def _page(conversation: bytes, query: PageQuery) -> InputItemList:
     items: list[dict[str, Any]] = msgspec.json.decode(conversation)
-    if not ascending:
-        items.reverse()
-    start = 0
-    if after is not None:
-        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
-        if place is None:
-            raise RequestError("after", after, "must be the id of an input item of this response")
-        start = place + 1
-    page = items[start : start + limit]
+    page, has_more = query.cut(items, lambda item: item["id"], "an input item of this response")
     return InputItemList(
         data=[_raw(item) for item in page],
         first_id=page[0]["id"] if page else "",
         last_id=page[-1]["id"] if page else "",
-        has_more=start + limit < len(items),
+        has_more=has_more,
     )
 
 
