@@ -1,4 +1,4 @@
-"""Pages of lists, as OpenAI's API has them."""
+"""Pages of a list: those of OpenAI's API."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
