@@ -3,8 +3,8 @@
     python benchmarks/exits.py [--rounds 10] [--python PYTHON] [--only WORDS ...]
 
 Each round runs every script of SCRIPTS once, with programs in the cache in even rounds and an empty cache in odd ones.
-Scripts that end while an engine starts or works do so at another moment each round. A script is wrong if its status is
-another than expected, or if Python printed a traceback that the script did not ask for. Status 134 and 139 are aborts.
+Scripts that end while an engine starts or works do so at another moment each round. A script is wrong if its status
+differs, or if Python printed a traceback that the script did not ask for. Status 134 and 139 are aborts.
 Prints each wrong one with its last lines, and ends with status 1 if there is one.
 """
 
@@ -30,7 +30,7 @@ def make(kind=LLM): return kind("demo", compilation_cache_dir=os.environ["PROGRA
 def use(llm, prompts="def f(", params=FOUR): llm.generate(prompts, params, use_tqdm=False)
 def in_thread(work): threading.Thread(target=work, daemon=True).start(); time.sleep(PAUSE)
 """
-# What a script is, its code, and the status that it should end with.
+# Name of a script: its code, and the status that it should end with.
 SCRIPTS = {
     "inline": ("use(make())", 0),
     "global": ("llm = make(); use(llm)", 0),
@@ -116,7 +116,8 @@ def main() -> int:
     runs = [(round, name) for round in range(arguments.rounds) for name in arguments.only]
     with tempfile.TemporaryDirectory() as folder:
         warm, file = f"{folder}/warm", pathlib.Path(folder, "script.py")
-        file.write_text(HEAD + "llm = make(); llm.wait_until_ready(); print(sys.modules['jpaged'].__file__); llm.close()")
+        ready = "llm = make(); llm.wait_until_ready(); llm.close(); print(sys.modules['jpaged'].__file__)"
+        file.write_text(HEAD + ready)
         status, printed = run(arguments.python, file, warm, 0)
         print(printed, flush=True)  # which jpaged it is
         if status:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
         ScoreOutput,
+        TokenPoolingOutput,
     )
     from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jpaged.params.pooling import PoolingParams
@@ -40,7 +41,7 @@ _MODULES = {
     "jpaged.llm": ("LLM", "generate"),
     "jpaged.outputs": (
         "ClassificationOutput", "CompletionOutput", "EmbeddingOutput", "EngineStats", "Logprob", "PoolingRequestOutput",
-        "RequestMetrics", "RequestOutput", "ScoreOutput",
+        "RequestMetrics", "RequestOutput", "ScoreOutput", "TokenPoolingOutput",
     ),
     "jpaged.params.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "jpaged.params.pooling": ("PoolingParams",),
@@ -87,6 +88,7 @@ __all__ = [
     "CompletionOutput",
     "PoolingRequestOutput",
     "ScoreOutput",
+    "TokenPoolingOutput",
     "BeamSearchOutput",
     "BeamSearchSequence",
     "EmbeddingOutput",

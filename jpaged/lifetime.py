@@ -8,6 +8,8 @@ makes an engine then ends with it (`using_device`).
 import atexit
 import collections
 import contextlib
+import functools
+import logging
 import os
 import threading
 import weakref
@@ -16,23 +18,61 @@ from typing import Any, NoReturn
 
 from jpaged.errors import EngineError
 
+logger = logging.getLogger(__name__)
+
 CLOSE_SECONDS = 10.0  # longest wait for an engine whose owner is collected
 
 
-def call_at_exit(method: Callable[[], None]) -> Callable[[], Any]:
+def call_at_exit(method: Callable[[], None]) -> Callable[[], None]:
     """Call a bound method when the interpreter ends, if its object still exists. Not in forked processes.
 
-    Returns the argument for `atexit.unregister`. The method must end the threads that use the device.
+    Returns a function that takes this back. The method must end the threads that use the device.
     """
-    reference, made_in = weakref.WeakMethod(method), OwnProcess()
+    made_in, key = OwnProcess(), object()
+
+    def forget(_: object = None) -> None:
+        _hooks.pop(key, None)
+
+    reference = weakref.WeakMethod(method, forget)
 
     def call() -> None:
-        _users.ending = True
         live = reference()
         if live is not None and not made_in.is_another:
             live()
 
-    return atexit.register(call)
+    _come_before_jax()
+    _hooks[key] = call
+    return forget
+
+
+# Not hooks of `atexit`: it never calls one that a daemon thread registers while it calls the others.
+_hooks: dict[object, Callable[[], None]] = {}
+
+
+def _at_exit() -> None:
+    """Call the hooks, the last one first; wait for threads that use the device; call the hooks of what they made."""
+    _users.ending = True
+    _call_hooks()
+    _users.wait_for_end()
+    _call_hooks()
+
+
+def _call_hooks() -> None:
+    while _hooks:
+        _, call = _hooks.popitem()
+        try:
+            call()
+        except Exception:  # the other engines end nevertheless
+            logger.exception("an engine could not be closed")
+
+
+@functools.cache
+def _come_before_jax() -> None:
+    """Register `_at_exit` again. `atexit` calls the last hook first, and JAX's hook, now older, frees the devices."""
+    atexit.register(_at_exit)
+
+
+atexit.register(_at_exit)
 
 
 def close_when_collected(owner: object, close: Callable[[], None]) -> "weakref.finalize[[], Any]":
@@ -119,7 +159,6 @@ class _DeviceUsers:
 
 
 _users = _DeviceUsers()
-atexit.register(_users.wait_for_end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_users.reset)
 
@@ -130,6 +169,7 @@ def using_device() -> Iterator[None]:
 
     If it wants to end, a daemon thread inside ends with SystemExit: at `stop_if_ending`, or when it leaves.
     """
+    _come_before_jax()
     with _users:
         try:
             _users.check()

@@ -1,12 +1,11 @@
 """`LLM`: runs batches of prompts. `generate`: one batch in one call, for use from JAX code."""
 
-import atexit
 import contextlib
 import dataclasses
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
@@ -87,8 +86,8 @@ class LLM(EngineAccess):
         self._num_requests = 0
         self._asleep: frozenset[str] = frozenset()  # tags of `wake_up` that sleep
         self._interpreter_ends = False
-        self._exit_hook = call_at_exit(self._close_at_exit)
-        self._collected = close_when_collected(self, partial(_close, self.engines, self._exit_hook))
+        self._collected = close_when_collected(self, partial(_close, self.engines))
+        self._forget_exit = call_at_exit(self._close_at_exit)
 
     def generate(
         self,
@@ -188,7 +187,14 @@ class LLM(EngineAccess):
         use_tqdm: UseTqdm = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
-        """Pool prompts: `embed` or `classify`, whichever `pooling_task` or the model says. Errors as for `generate`."""
+        """Pool prompts, as `embed` and `classify` do: whichever `pooling_task` or the model says.
+
+        pooling_task: also "token_embed" or "token_classify", for a vector of each token: `outputs.data`, an array
+            float32[tokens, size]. It has the bits that the token has as the last one of a prompt, on CPU. Cached KV of
+            the prompt is not used.
+
+        Errors as for `generate`.
+        """
         pooling = self.engine.inputs.limits.pooling
         task = pooling_task or ("embed" if pooling is None else pooling.task)
         return cast(list[PoolingRequestOutput[Any]], self._pool(task, prompts, pooling_params, use_tqdm))
@@ -353,7 +359,8 @@ class LLM(EngineAccess):
         with self._exclusive("close"):
             if self._engine is not None:
                 self._collected.detach()
-                _close(self.engines, self._exit_hook)
+                self._forget_exit()
+                _close(self.engines)
                 self._engine = None
 
     def __enter__(self) -> Self:
@@ -512,9 +519,8 @@ class LLM(EngineAccess):
         self.close()
 
 
-def _close(engines: tuple[Engine, ...], exit_hook: Callable[[], Any]) -> None:
-    """End an LLM, which may be gone."""
-    atexit.unregister(exit_hook)
+def _close(engines: tuple[Engine, ...]) -> None:
+    """End the engines of an LLM, which may be gone."""
     for engine in engines:
         engine.close()
 

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from jpaged.answers.answer import ParsedAnswer
 
 
@@ -147,6 +149,13 @@ class ClassificationOutput:
         return len(self.probs)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TokenPoolingOutput:
+    """A vector for each token of the prompt: an embedding, or one number per label."""
+
+    data: np.ndarray  # float32[tokens, size]
+
+
 PooledT = TypeVar("PooledT")
 
 
@@ -160,7 +169,7 @@ class PoolingRequestOutput(Generic[PooledT]):
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
-    outputs: PooledT    # EmbeddingOutput or ClassificationOutput; None if the request was aborted
+    outputs: PooledT    # EmbeddingOutput, ClassificationOutput or TokenPoolingOutput; None if the request was aborted
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0

@@ -8,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 
 from jpaged.errors import RequestError
 from jpaged.frontend.prompt_streams import merge_streams
-from jpaged.outputs import PoolingRequestOutput
+from jpaged.outputs import PoolingRequestOutput, TokenPoolingOutput
 from jpaged.params.pooling import PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving import generation
@@ -16,7 +16,7 @@ from jpaged.serving.chat_turns import rendered
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.error_responses import APIError
 from jpaged.serving.generation import Server
-from jpaged.serving.pooling_schema import MAX_TEXTS, PooledInput, PoolingFields
+from jpaged.serving.pooling_schema import MAX_NUMBERS, MAX_TEXTS, PooledInput, PoolingFields
 from jpaged.serving.prompts import prompt_list, salted, without_special_tokens
 from jpaged.serving.response_schema import EmbeddingUsage
 from jpaged.text.encoder import TokenLimit
@@ -79,7 +79,14 @@ async def pooled(
         server.engine.encode(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
     ]
     async with aclosing(merge_streams(streams)) as outputs:
-        finals = {prompt: output async for prompt, output in outputs}
+        finals, numbers = {}, 0
+        async for prompt, output in outputs:
+            finals[prompt] = output
+            if isinstance(output.outputs, TokenPoolingOutput):
+                numbers += output.outputs.data.size
+            if numbers > MAX_NUMBERS:
+                accepted = f"the vectors of its tokens are more than {MAX_NUMBERS:,} numbers: send fewer inputs at once"
+                raise RequestError("input", f"{len(prompts)} inputs", accepted)
     if any(final.outputs is None for final in finals.values()):
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, generation.ABORTED, code="aborted")
     return dict(sorted(finals.items()))

@@ -18,6 +18,7 @@ from jpaged.serving.request_schema import (
 )
 
 MAX_TEXTS = 2_048  # inputs or documents of one request, as in OpenAI's API
+MAX_NUMBERS = 2**23  # of the vectors of one request's tokens: those of 2,048 embeddings of 4,096 numbers
 
 
 class PoolingFields(SizeLimits, kw_only=True):
@@ -69,7 +70,7 @@ class EmbeddingRequest(EncodedInput, kw_only=True):
 class PoolingRequest(EncodedInput, kw_only=True):
     """Body of POST /pooling."""
 
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
 
 
 class ClassifyRequest(PooledInput, kw_only=True):

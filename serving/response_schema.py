@@ -281,11 +281,14 @@ class ClassificationList(msgspec.Struct, kw_only=True):
 
 
 class PooledVector(msgspec.Struct, kw_only=True):
-    """One input's vector: an embedding, or a classifier's probabilities. As numbers or base64."""
+    """One input's vector: an embedding, or a classifier's probabilities. As numbers or base64.
+
+    With a task for each token: the vectors of all tokens.
+    """
 
     index: int
     object: str = "pooling"
-    data: list[float] | str
+    data: list[float | list[float]] | str
 
 
 class PooledList(msgspec.Struct, kw_only=True):

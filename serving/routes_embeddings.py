@@ -1,5 +1,6 @@
 """POST /v1/embeddings, /pooling and /classify, for an engine that was started with runner='pooling'."""
 
+import asyncio
 import base64
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from jpaged.serving.response_schema import (
 )
 
 AT_ONCE = 2  # vectors encoded between two turns of the event loop; one of 8,192 numbers takes 1 ms
+NUMBERS = AT_ONCE * 8_192  # of the vectors of tokens, the same
 
 
 async def embeddings(request: Request) -> Response:
@@ -65,13 +67,21 @@ async def answer_pooling(request: Request, body: PoolingRequest) -> Response:
     server: Server = request.app.state.server
     task, encode = body.task or pooled.pooled_model(server).task, _encoder(body)
     activated = _use_activation(body)
-    if task != "embed" and body.normalize is not None:
+    embeds = task.endswith("embed")
+    if not embeds and body.normalize is not None:
         raise RequestError("normalize", body.normalize, "is for embeddings: send use_activation")
     with generation.named_as_sent(pooled.NAMES):
-        fields = {"normalize" if task == "embed" else "activation": activated}
+        fields = {"normalize" if embeds else "activation": activated}
         params = pooled.pooling_params(body, dimensions=body.dimensions, task=task, **fields)
     head, finals = await _pooled(request, body, params)
-    data = await _vectors(finals, lambda index, values: PooledVector(index=index, data=encode(values)))
+    data: list[PooledVector] | Pieces
+    if params.per_token:
+        data = [
+            PooledVector(index=index, data=cast(Any, await _encoded(final.outputs.data, body)))
+            for index, final in finals.items()
+        ]
+    else:
+        data = await _vectors(finals, lambda index, values: PooledVector(index=index, data=encode(values)))
     return JSONPieces(
         PooledList(
             id=head.id, created=head.created, model=head.model, data=cast(Any, data), usage=pooled.usage(finals)
@@ -139,7 +149,19 @@ def _values(final: PoolingRequestOutput[Any]) -> list[float]:
     return output.embedding if isinstance(output, EmbeddingOutput) else output.probs
 
 
-def _encoder(body: EncodedInput) -> Callable[[list[float]], list[float] | str]:
+async def _encoded(vectors: np.ndarray, body: EncodedInput) -> Pieces:
+    """Encode float32[tokens, size], some vectors at a time: as lists of numbers, or as base64 of all their bytes."""
+    at_once = 3 * max(1, NUMBERS // vectors.shape[1] // 3)  # by three: base64 of whole groups of bytes has no padding
+    if body.encoding_format != "base64":
+        return await list_pieces(cast(Any, vectors), lambda some, _: cast(Any, some).tolist(), at_once)
+    encode, parts = _encoder(body), []
+    for first in range(0, len(vectors), at_once):
+        parts.append(cast(str, encode(vectors[first : first + at_once])).encode())
+        await asyncio.sleep(0)
+    return Pieces((b'"', *parts, b'"'))
+
+
+def _encoder(body: EncodedInput) -> Callable[[Any], Any]:
     """Return the function that encodes a vector: as a list of numbers, or as base64 of its bytes."""
     if body.encoding_format != "base64":
         for name, neutral in (("embed_dtype", "float32"), ("endianness", "native")):
@@ -152,7 +174,7 @@ def _encoder(body: EncodedInput) -> Callable[[list[float]], list[float] | str]:
     # OpenAI's clients read little-endian numbers. That is also this machine's order, unless the request says otherwise.
     swapped = swapped or (body.endianness is None and sys.byteorder == "big")
 
-    def encode(values: list[float]) -> str:
+    def encode(values: Any) -> str:
         array = np.array(values, np.float32)
         array = _bfloat16(array) if dtype == "bfloat16" else array.astype(dtype)
         return base64.b64encode((array.byteswap() if swapped else array).tobytes()).decode()

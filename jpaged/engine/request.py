@@ -71,7 +71,7 @@ class ScheduleState:
     rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first; set when it starts to wait
     micro_batch: int = 0           # steps that advance this request while it decodes: those of this number, by turns
     on_hold: bool = False          # a beam that waits until the other beams have their candidates
-    num_scored: int = 0            # prompt tokens whose log-probabilities were scheduled; 0 without prompt_logprobs
+    num_scored: int = 0            # prompt tokens whose log-probabilities or vectors were scheduled, if requested
     num_lost: int = 0              # computed tokens that the last preemption discarded
     num_cached_tokens: int = 0     # prompt tokens found in the prefix index when the request first started
     refused_with: int = -1         # free blocks when the request last failed to start
@@ -121,6 +121,7 @@ class Request:
     seed: int = 0                  # 0 <= seed < 2**64; set by `admit`
     arrival: int = -1              # position in the order of arrival; set by `admit`
     is_beam: bool = False          # the host chooses the next token, from the candidates of all beams
+    pools_tokens: bool = False     # the answer has a vector for each token of the prompt
     extras: SamplingExtras | None = None  # sampling state that has no column in the request table
 
     token_ids: list[int] = dataclasses.field(init=False)     # known tokens: the prompt, then the output
@@ -173,10 +174,15 @@ class Request:
         return self.num_tokens - self.schedule.num_computed
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the answer has something for each token of the prompt: log-probabilities, or a vector."""
+        return self.pools_tokens or self.output.prompt_logprobs is not None
+
+    @property
     def skips_prefix_cache(self) -> bool:
         """Whether the request starts without any cached KV."""
-        if self.output.prompt_logprobs is not None and self.schedule.num_scored < self.prompt_len:
-            return True  # a token's log-probabilities need its hidden state
+        if self.scores_prompt and self.schedule.num_scored < self.prompt_len:
+            return True  # a token's log-probabilities, or its vector, need its hidden state
         # Only request 0 of a group scores the prompt. The others may use the KV that it has computed.
         skips = self.params.skip_reading_prefix_cache if self.index else self.params.skips_prefix_cache
         return self.schedule.status is RequestStatus.WAITING and bool(skips)

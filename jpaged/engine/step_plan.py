@@ -140,7 +140,7 @@ class StepPlan:
     # masks that change before this step samples, and are known now; `Runner.sample` adds those known later
     masks: tuple[RowMask, ...] = ()
     # int32[2, S]  prompt tokens to score. scored[0]: index among the step's tokens (decodes first, then prompt_tokens).
-    # scored[1]: id of the next token, whose log-probability is requested
+    # scored[1]: id of the next token, whose log-probability is requested; of the token itself if the model pools
     scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0), np.int32))
     # Some masks depend on tokens in flight, or are computed while the forward program runs (grammars, reasoning
     # budgets). The step does not sample until `Runner.sample` is called with them.
@@ -194,6 +194,7 @@ class StepResult:
     scores: "Scores | None" = None          #                of the plan's `scored`
     # Only if the model pools: the last token's hidden state after the final norm, or a classifier's scores.
     pooled: np.ndarray | None = None        # float32[R, size]
+    pooled_tokens: np.ndarray | None = None # float32[S, size]  the same of the plan's `scored`
     expert_load: ExpertLoad | None = None   #                only if devices have different experts
 
 

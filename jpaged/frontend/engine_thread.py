@@ -8,7 +8,6 @@
 """
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
 import logging
@@ -104,7 +103,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._watchdog = Watchdog(self._thread, engine.pipeline.describe, watchdog_seconds)
         self._thread.start()
-        self._exit_hook = call_at_exit(self.close)
+        self._forget_exit = call_at_exit(self.close)
         self._made_in = OwnProcess()
 
     @property
@@ -278,7 +277,7 @@ class EngineThread:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        atexit.unregister(self._exit_hook)
+        self._forget_exit()
         self._thread.join()
         self._watchdog.close()
 

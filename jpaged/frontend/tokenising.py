@@ -1,7 +1,6 @@
 """Threads that check and tokenise prompts for `AsyncLLM`: short prompts never wait for long ones."""
 
 import asyncio
-import atexit
 import heapq
 import itertools
 import threading
@@ -25,7 +24,7 @@ class TokeniserThreads:
     def __init__(self) -> None:
         self._short = _ShortestFirst(1)
         self._long = _ShortestFirst(LONG_WORKERS)
-        self._exit_hook = call_at_exit(self._close_at_exit)
+        self._forget_exit = call_at_exit(self._close_at_exit)
 
     async def run(self, length: int, call: Callable[[Callable[[], bool]], T]) -> T:
         """Run `call(cancelled)` in a thread, and return its result. length: characters of its prompt.
@@ -43,7 +42,7 @@ class TokeniserThreads:
 
     def close(self) -> None:
         """End the threads, after their current calls. Calls that have not started are cancelled."""
-        atexit.unregister(self._exit_hook)
+        self._forget_exit()
         self._short.close()
         self._long.close()
 

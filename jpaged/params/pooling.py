@@ -4,7 +4,8 @@ import dataclasses
 
 from jpaged.errors import RequestError
 
-TASKS = ("embed", "classify")
+PER_TOKEN = "token_"  # begins the names of tasks whose answer has a vector for each token of the prompt
+TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +23,11 @@ class PoolingParams:
     """Turn a classifier's scores into probabilities; False returns the scores."""
 
     use_activation: bool | None = None
-    """vLLM's name: sets `normalize` and `activation`, and is None afterwards."""
+    """vLLM's name for whichever of `normalize` and `activation` the model has: sets both. None: as they are."""
 
     task: str | None = None
-    """"embed" or "classify"; `LLM.embed` and `LLM.classify` set it. None: the model's own task."""
+    """"embed" or "classify"; "token_embed" or "token_classify" for a vector of each token. `LLM.embed`, `LLM.classify`
+    and `LLM.encode` set it. None: the model's own task."""
 
     truncate_prompt_tokens: int | None = None
     """Keep at most this many tokens of the prompt, at least 1; -1: as many as the model takes. None: all. Special
@@ -42,12 +44,11 @@ class PoolingParams:
                 raise RequestError("use_activation", self.use_activation, "must be True, False or None")
             for name in ("normalize", "activation"):
                 object.__setattr__(self, name, self.use_activation)
-            object.__setattr__(self, "use_activation", None)
         for name in ("normalize", "activation"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "must be True or False")
         if self.task is not None and self.task not in TASKS:
-            raise RequestError("task", self.task, f"must be {' or '.join(TASKS)}, or None")
+            raise RequestError("task", self.task, f"must be {', '.join(TASKS)}, or None")
         kept = self.truncate_prompt_tokens
         if kept is not None and (type(kept) is not int or (kept < 1 and kept != -1)):
             raise RequestError("truncate_prompt_tokens", kept, "must be a whole number of at least 1, -1, or None")
@@ -55,6 +56,11 @@ class PoolingParams:
             raise RequestError("truncation_side", self.truncation_side, "must be 'left' or 'right', or None")
         if self.truncation_side is not None and kept is None:
             raise RequestError("truncation_side", self.truncation_side, "needs truncate_prompt_tokens: leave it out")
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token of the prompt gets a vector, not only the last one."""
+        return self.task is not None and self.task.startswith(PER_TOKEN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@
 On GPU and TPU a row's bits may differ between buckets, so all programs are compiled before the engine runs.
 """
 
-import atexit
 import dataclasses
 import logging
 import os
@@ -51,13 +50,13 @@ class BackgroundCompiler:
             threading.Thread(target=self._run, args=(worker,), name=THREAD_NAME, daemon=True)
             for worker in self._workers
         ]
-        self._exit_hook = call_at_exit(self.close)
+        self._forget_exit = call_at_exit(self.close)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
         """Kill the child processes and end the threads. Waits for a program that is being traced or read."""
-        atexit.unregister(self._exit_hook)
+        self._forget_exit()
         self._closing = True
         self._table.fail(EngineError("the engine is closed"))
         for thread in self._threads:

@@ -22,7 +22,6 @@ from jpaged.engine.step_plan import (
     ExpertLoad,
     RowMask,
     SamplerVariant,
-    Scores,
     StepPlan,
     StepResult,
     TransferCosts,
@@ -65,7 +64,8 @@ class StepHandle:
 
     plan: StepPlan
     counted: jax.Array             # see `step.forward`; ready when the forward pass is done
-    scores: tuple[jax.Array, ...]  # `Sampled.packed` of the plan's `scored` tokens, in chunks
+    # In chunks, for the plan's `scored` tokens: `Sampled.packed`, or float32[N, size] of a model that pools.
+    scores: tuple[jax.Array, ...]
     # Rows that sample or pool, then padding: `Sampled.packed`, or float32[rows, size] of a model that pools. None if no
     # row does, or not yet.
     output: jax.Array | None
@@ -341,13 +341,15 @@ class ModelRunner:
     def _collect(self, handle: StepHandle) -> StepResult:
         """The result without `expert_load`."""
         with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
-            scores = _joined(handle.scores, handle.plan.scored.shape[1])
-            if handle.output is None:
+            scored = _joined(handle.scores, handle.plan.scored.shape[1])
+            host = None if handle.output is None else _spread(np.asarray(handle.output), handle.plan)
+            if host is None:
                 np.asarray(handle.counted)
-                return StepResult(np.zeros(len(handle.plan.rows), np.int32), scores=scores)
-            host = _spread(np.asarray(handle.output), handle.plan)
         if self.spec.pools:
-            return StepResult(np.zeros(0, np.int32), pooled=host)
+            return StepResult(np.zeros(0, np.int32), pooled=host, pooled_tokens=scored)
+        scores = None if scored is None else unpack(scored)[1]
+        if host is None:
+            return StepResult(np.zeros(len(handle.plan.rows), np.int32), scores=scores)
         token_ids, of = unpack(host)
         if of is None:
             return StepResult(token_ids, scores=scores)
@@ -479,9 +481,14 @@ class ModelRunner:
         self._mover.close()
 
     def _score(self, scored: np.ndarray) -> tuple[jax.Array, ...]:
-        """Log-probabilities of known tokens, in chunks: no more logits are alive at a time than in sampling."""
+        """Log-probabilities of known tokens, in chunks: no more logits are alive at a time than in sampling.
+
+        A model that pools has vectors of the tokens instead.
+        """
         if not scored.shape[1]:
             return ()
+        if self.spec.pools:
+            return self._pool_tokens(scored[0])
         chunks, program = [], self.programs.score()
         size = program.shape.tokens
         for first in range(0, scored.shape[1], size):
@@ -489,6 +496,16 @@ class ModelRunner:
             packed = np.zeros((2, size), np.int32)
             packed[1, : part.shape[1]], packed[0, : part.shape[1]] = part
             chunks.append(self._run_output(program, packed))
+        return tuple(chunks)
+
+    def _pool_tokens(self, places: np.ndarray) -> tuple[jax.Array, ...]:
+        """Vectors of tokens, by the programs that pool rows: as many tokens at a time as there are rows."""
+        most, chunks = self._live_state.output_rows.shape[1], []
+        for first in range(0, len(places), most):
+            part = places[first : first + most]
+            packed = np.full((2, most), -1, np.int32)
+            packed[1, : len(part)] = part
+            chunks.append(self._run_output(self.programs.pooler(len(part)), packed))
         return tuple(chunks)
 
     def _sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> jax.Array | None:
@@ -577,11 +594,9 @@ def _checked(blueprint: Blueprint) -> Blueprint:
     return blueprint.with_checked_gated_dot(device)
 
 
-def _joined(chunks: Sequence[jax.Array], count: int) -> Scores | None:
-    """Scores of all chunks, in the order of the plan, without padding. None if there are no chunks."""
-    if not chunks:
-        return None
-    return unpack(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])[1]
+def _joined(chunks: Sequence[jax.Array], count: int) -> np.ndarray | None:
+    """All chunks, in the order of the plan, without padding. None if there are no chunks."""
+    return np.concatenate([np.asarray(chunk) for chunk in chunks])[:count] if chunks else None
 
 
 def _spread(output: np.ndarray, plan: StepPlan) -> np.ndarray:

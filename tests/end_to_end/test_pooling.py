@@ -201,6 +201,29 @@ def test_a_prompt_may_have_max_model_len_tokens(embedder):
         embedder.embed({"prompt_token_ids": [7] * 257})
 
 
+@pytest.mark.parametrize("model", ["embedder", "judge"])
+def test_each_token_has_the_vector_that_it_has_as_the_last_one(model, request):
+    """Prompts in chunks, and KV of earlier prompts in the cache. The same bits as for prompts that end there."""
+    llm = request.getfixturevalue(model)
+    asked = [{"prompt_token_ids": each["prompt_token_ids"]} for each in workload(6, seed=3)]
+    pooled(llm, asked)
+    task = "token_classify" if llm.spec.num_labels else "token_embed"
+    outputs = llm.encode(asked, pooling_task=task, use_tqdm=False)
+    cut = [{"prompt_token_ids": each["prompt_token_ids"][: i + 1]} for each in asked
+           for i in range(0, len(each["prompt_token_ids"]), 7)]  # fmt: skip
+    wanted = iter(pooled(llm, cut))
+    for output in outputs:
+        data = output.outputs.data
+        assert (data.dtype, data.shape) == (np.float32, (len(output.prompt_token_ids), llm.spec.output_size))
+        assert output.num_cached_tokens == 0
+        for row in data[::7].tolist():
+            one = next(wanted)
+            assert row == (one.probs if llm.spec.num_labels else one.embedding)
+    assert llm.stats().compiles_after_ready == llm.stats().used_blocks == 0
+    [raw] = llm.encode(asked[-1], PoolingParams(use_activation=False), pooling_task=task, use_tqdm=False)
+    assert np.abs(raw.outputs.data).max() > 1
+
+
 def test_dimensions_and_length_of_an_embedding(embedder):
     prompt = {"prompt_token_ids": [5, 6, 7]}
     raw, full, short = embedder.embed(
@@ -209,6 +232,8 @@ def test_dimensions_and_length_of_an_embedding(embedder):
         pooling_params=[PoolingParams(normalize=False), PoolingParams(), PoolingParams(dimensions=5)],
     )
     state = np.array(raw.outputs.embedding)
+    [same] = embedder.embed(prompt, use_tqdm=False, pooling_params=PoolingParams(use_activation=False))
+    assert same.outputs == raw.outputs
     assert np.allclose(full.outputs.embedding, state / np.linalg.norm(state), atol=1e-6)
     assert np.allclose(short.outputs.embedding, state[:5] / np.linalg.norm(state[:5]), atol=1e-6)
 
@@ -262,7 +287,7 @@ def test_parameters_without_effect_are_refused(embedder, judge):
         ({"dimensions": 0}, r"^dimensions must be a whole number of at least 1.*, got 0"),
         ({"dimensions": True}, r"^dimensions must be .*, got True"),
         ({"normalize": None}, r"^normalize must be True or False, got None"),
-        ({"task": "score"}, r"^task must be embed or classify.*, got 'score'"),
+        ({"task": "score"}, r"^task must be embed, classify, token_embed.*, got 'score'"),
     ):
         with pytest.raises(RequestError, match=message):
             PoolingParams(**values)

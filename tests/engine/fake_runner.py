@@ -366,8 +366,11 @@ def alone(
 
 
 class PoolingRunner(FakeRunner):
-    """Pools the vector (next token of the model, 1), so that every token of the prompt matters."""
+    """Pools the vector (next token of the model, 1), so that every token of the prompt matters.
+
+    A single token has the vector (its id, 1)."""
 
     def _result(self, plan, tokens):
         assert plan.num_decodes == 0
-        return StepResult(np.zeros(0, np.int32), pooled=np.stack([tokens, np.ones_like(tokens)], 1).astype(np.float32))
+        pooled, own = (np.stack([x, np.ones_like(x)], 1).astype(np.float32) for x in (tokens, plan.scored[1]))
+        return StepResult(np.zeros(0, np.int32), pooled=pooled, pooled_tokens=own)

@@ -5,7 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from jpaged import ClassificationOutput, EmbeddingOutput, PoolingParams, RequestError, SamplingParams
+from jpaged import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingParams,
+    RequestError,
+    SamplingParams,
+    TokenPoolingOutput,
+)
 from jpaged.engine.engine import Engine, EngineOptions, StepError
 from jpaged.engine.strategies.pooling import Activation, Pooling, activation_of, labels_of
 from tests.engine.fake_runner import FakeRunner, PoolingRunner, next_token
@@ -17,16 +24,22 @@ def raw(prompt, vocab_size=97):
     return EmbeddingOutput([float(next_token(prompt, vocab_size)), 1.0])
 
 
+def given(pooled):
+    return pooled.data.tolist() if isinstance(pooled, TokenPoolingOutput) else pooled
+
+
 @pytest.mark.parametrize("num_blocks", [16, 64])
 def test_every_prompt_is_pooled_at_its_end_and_all_blocks_are_freed(num_blocks):
-    """Chunks, shared prefixes, aborted requests, and a pool that fits one long prompt."""
+    """Chunks, shared prefixes, aborted requests, vectors of all tokens, and a pool that fits one long prompt."""
     rng, runner = random.Random(1), PoolingRunner(num_blocks=num_blocks)
     engine, wanted, got = Engine(runner, options=EngineOptions(pooling=EMBEDS)), {}, {}
     shared = [rng.randrange(97) for _ in range(64)]
     for i in range(120):
         prompt = shared[: rng.choice([0, 8, 30])] + [rng.randrange(97) for _ in range(rng.randint(1, 34))]
-        wanted[str(i)] = raw(prompt)
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, PoolingParams(normalize=False), stream=i % 2 == 0)
+        task = rng.choice([None, "embed", "token_embed"])
+        wanted[str(i)] = [[token_id, 1] for token_id in prompt] if task == "token_embed" else raw(prompt)
+        params = PoolingParams(normalize=False, task=task)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params, stream=i % 2 == 0)
         for _ in range(rng.choice([0, 1, 2])):
             got |= {output.request_id: output for output in engine.step()}
         if rng.random() < 0.1:
@@ -38,7 +51,7 @@ def test_every_prompt_is_pooled_at_its_end_and_all_blocks_are_freed(num_blocks):
     while engine.has_work:
         got |= {output.request_id: output for output in engine.step()}
         engine.check_integrity()
-    assert {i: output.outputs for i, output in got.items()} == wanted
+    assert {i: given(output.outputs) for i, output in got.items()} == wanted
     stats = engine.stats()
     assert stats.prefix_hit_tokens > 100
     assert (stats.used_blocks, stats.generated_tokens, stats.finished_requests) == (0, 0, 120)

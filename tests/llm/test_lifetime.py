@@ -12,7 +12,9 @@ import pytest
 from jpaged.errors import EngineError
 from jpaged.lifetime import (
     OwnProcess,
+    _at_exit,
     _DeviceUsers,
+    call_at_exit,
     close_when_collected,
     not_using_device,
     stop_if_ending,
@@ -172,6 +174,37 @@ def test_the_interpreter_waits_for_threads_that_use_the_device_and_ends_them(mon
     assert order == ["used", "ended"]
     with pytest.raises(SystemExit), using_device():
         raise AssertionError("not reached")
+
+
+def test_an_engine_that_is_made_while_the_interpreter_ends_ends_too(monkeypatch: pytest.MonkeyPatch):
+    """`atexit` does not call a hook that is registered while it calls the others."""
+    users, closed, inside, ending = _DeviceUsers(), [], threading.Event(), threading.Event()
+    monkeypatch.setattr("jpaged.lifetime._users", users)
+    monkeypatch.setattr("jpaged.lifetime._hooks", {})
+
+    class Engine:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.forget = call_at_exit(self.close)
+
+        def close(self) -> None:
+            closed.append(self.name)
+            ending.set()
+
+    def use() -> None:
+        with contextlib.suppress(SystemExit), using_device():
+            inside.set()
+            ending.wait(10)
+            made.append(Engine("late"))
+
+    made = [Engine("first"), Engine("second"), Engine("closed before")]
+    made.pop().forget()
+    Engine("collected")
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    inside.wait(10)
+    _at_exit()
+    assert closed == ["second", "first", "late"]
 
 
 def test_the_interpreter_does_not_wait_for_a_network(monkeypatch: pytest.MonkeyPatch):

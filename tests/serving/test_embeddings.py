@@ -9,6 +9,7 @@ import pytest
 
 from jpaged import LLM, PoolingParams, RequestError
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.serving import pooled, routes_embeddings
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
 from tests.serving.pooling_server import OPTIONS, served, third
@@ -74,7 +75,6 @@ def test_a_bad_body_is_refused_by_name(url, body, param, says):
 def test_vllms_names_of_the_activation(url, engine):
     httpx.post(f"{url}/v1/embeddings", json={"input": "a", "normalize": False}).raise_for_status()
     assert engine.seen_pooling == [PoolingParams(task="embed", normalize=False)]
-    assert PoolingParams(use_activation=False) == PoolingParams(normalize=False, activation=False)
     with pytest.raises(RequestError, match="use_activation"):
         PoolingParams(use_activation="no")
 
@@ -88,12 +88,14 @@ def test_an_engine_that_stops_and_an_unknown_model(client, engine):
         client.embeddings.create(model="other", input="ab")
 
 
-def test_an_embedding_model_is_served(tmp_path):
+def test_an_embedding_model_is_served(tmp_path, monkeypatch):
     """The numbers are those of LLM.embed. Generating requests are refused."""
     write_checkpoint(BARE_QWEN3, SEED, tmp_path)
     ids = [[5, 6, 7], [8] * 100]
     with LLM(str(tmp_path), runner="pooling", **OPTIONS) as llm:
-        wanted = [o.outputs.embedding for o in llm.embed([{"prompt_token_ids": i} for i in ids], use_tqdm=False)]
+        asked = [{"prompt_token_ids": i} for i in ids]
+        wanted = [o.outputs.embedding for o in llm.embed(asked, use_tqdm=False)]
+        of_tokens = [o.outputs.data for o in llm.encode(asked, pooling_task="token_embed", use_tqdm=False)]
     with served(tmp_path, runner="pooling") as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         answer = client.embeddings.create(model="tiny", input=ids)
         assert [data.embedding for data in answer.data] == wanted
@@ -107,6 +109,16 @@ def test_an_embedding_model_is_served(tmp_path):
             client.embeddings.create(model="tiny", input=ids[0], dimensions=65)
         with pytest.raises(openai.BadRequestError, match="the engine does not generate"):
             client.completions.create(model="tiny", prompt=ids[0])
+        monkeypatch.setattr(routes_embeddings, "NUMBERS", 500)  # several pieces
+        body = {"input": ids, "task": "token_embed"}
+        answer = httpx.post(f"{url}/pooling", json=body).json()
+        assert [one["data"] for one in answer["data"]] == [data.tolist() for data in of_tokens]
+        answer = httpx.post(f"{url}/pooling", json=body | {"encoding_format": "base64"}).json()
+        assert [base64.b64decode(one["data"]) for one in answer["data"]] == [data.tobytes() for data in of_tokens]
+        monkeypatch.setattr(pooled, "MAX_NUMBERS", 6_000)  # 103 tokens have 6,592
+        answer = httpx.post(f"{url}/pooling", json=body)
+        assert answer.status_code == 400
+        assert "more than 6,000 numbers" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

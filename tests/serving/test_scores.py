@@ -81,7 +81,7 @@ def test_rerank(url):
         ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
         ("/rerank", {"query": "a", "documents": [{"image": "http://a/b.png"}]}, "documents[0].image"),
         ("/classify", {}, "input"),
-        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+        ("/pooling", {"input": "a", "task": "score"}, "task"),
     ],
 )
 def test_what_is_refused(url, path, body, wanted):

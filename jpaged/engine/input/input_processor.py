@@ -108,6 +108,7 @@ class InputProcessor:
         checked = self._prompts.read(prompt, params, cancelled)
         token_ids = checked.token_ids
         self._check_prompt_logprobs(params, len(token_ids))
+        per_token = pooling_params is not None and pooling_params.per_token
         max_total_tokens = self.limits.max_model_len
         if pooling_params is not None:
             max_total_tokens = len(token_ids) + 1  # the prompt may fill the model: no token is sampled
@@ -128,6 +129,7 @@ class InputProcessor:
                 index=index,
                 priority=int(priority),
                 is_beam=params.use_beam_search,
+                pools_tokens=per_token,
                 extras=extras,
             )
             for index in range(params.num_sequences)

@@ -31,7 +31,6 @@ class OutputProcessor:
         self.request_groups: dict[str, RequestGroup] = {}  # by request id
         self._context = context
         self._scheduler = context.scheduler
-        self._writer = context.writer
         self._counters = context.counters
         self._metrics = metrics
 
@@ -44,7 +43,7 @@ class OutputProcessor:
         """Outputs of the request groups that ended with this step, or that stream a new token."""
         request_groups = self.request_groups
         taken = []  # requests that have a new token
-        news: dict[RequestGroup, None] = dict.fromkeys(self._append_prompt_logprobs(collected))  # an ordered set
+        news: dict[RequestGroup, None] = dict.fromkeys(self._take_scores(collected))  # an ordered set
         for index, request in self._scheduler.results(collected.step):
             request_group = request_groups[request.request_id]
             strategy = request_group.strategy
@@ -126,19 +125,16 @@ class OutputProcessor:
         if known != live:
             raise EngineError(f"{len(known)} requests are scheduled, {len(live)} live")
 
-    def _append_prompt_logprobs(self, collected: CollectedStep) -> list[RequestGroup]:
-        """Append a step's scores to the requests that asked for prompt_logprobs. Returns request groups that failed."""
+    def _take_scores(self, collected: CollectedStep) -> list[RequestGroup]:
+        """Give a step's results of prompt tokens to the requests that want them. Returns request groups that failed."""
         first, failed = 0, []
         for request, count in collected.step.scored:
-            scores = collected.result.scores
             if not request.schedule.status.is_end:
+                request_group = self.request_groups[request.request_id]
                 try:
-                    if scores is None:
-                        raise EngineError(f"request {request.request_id}: the step returned no scores")
-                    self._writer.append_prompt_logprobs(request, scores, slice(first, first + count))
+                    request_group.strategy.take_scores(request, collected.result, slice(first, first + count))
                 except Exception as error:  # the other requests continue
                     self._note_failure(request, error)
-                    request_group = self.request_groups[request.request_id]
                     self._finish(request_group.requests, RequestStatus.FAILED)
                     failed.append(request_group)
             first += count

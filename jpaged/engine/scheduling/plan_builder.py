@@ -118,7 +118,7 @@ class PlanBuilder:
     def _add_chunk(self, rows: _PromptRows, request: Request, num_tokens: int) -> None:
         schedule = request.schedule
         first, end = schedule.num_computed, schedule.num_computed + num_tokens
-        if request.output.prompt_logprobs is not None:
+        if request.scores_prompt:
             _score(rows, request, num_tokens)
         rows.prompt_tokens += request.token_ids[first:end]
         if schedule.row_is_new:
@@ -214,12 +214,13 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
 
 
 def _score(rows: _PromptRows, request: Request, num_tokens: int) -> None:
-    """Add the tokens of a chunk whose log-probabilities are requested: each by the token before it."""
+    """Add the tokens of a chunk whose vectors are requested, or log-probabilities: those by the token before."""
     schedule, prompt = request.schedule, request.prompt_token_ids
+    ahead = 0 if request.pools_tokens else 1
     first = schedule.num_computed
-    last = min(first + num_tokens, len(prompt) - 1)
+    last = min(first + num_tokens, len(prompt) - ahead)
     offset = rows.first + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
-    scored = [(offset + i, prompt[i + 1]) for i in range(max(first, schedule.num_scored - 1), last)]
+    scored = [(offset + i, prompt[i + ahead]) for i in range(max(first, schedule.num_scored - ahead), last)]
     if scored:
         rows.scored += scored
         rows.scorers.append((request, len(scored)))

@@ -2,7 +2,7 @@
 
 1. `begin` hands the request group's first requests to the scheduler.
 2. `take` turns the result of one row into tokens, candidates or a vector, and counts the tokens. It returns the end
-   state if the row's request has ended.
+   state if the row's request has ended. `take_scores` takes before what the step computed of prompt tokens.
 3. `output` builds the output of the request group so far.
 
 The engine's loop treats all request groups alike. What differs between sampling, beam search and pooling is here.
@@ -20,7 +20,7 @@ from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import NOTHING_ALLOWED, StepResult
-from jpaged.errors import JPagedError, LogitsError, RequestError
+from jpaged.errors import EngineError, JPagedError, LogitsError, RequestError
 from jpaged.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from jpaged.params.sampling import SamplingParams
 
@@ -70,6 +70,12 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
         """Process the result of row `index`. Returns the end state of the request if it has ended."""
+
+    def take_scores(self, request: Request, result: StepResult, entries: slice) -> None:
+        """Append the log-probabilities of the next prompt tokens: these entries of the step's scores."""
+        if result.scores is None:
+            raise EngineError(f"request {request.request_id}: the step returned no scores")
+        self.context.writer.append_prompt_logprobs(request, result.scores, entries)
 
     def ends(self, request_group: "RequestGroup", output: Output) -> list[AnswerEnd]:
         """Ends of the answers of a request group that has ended. output: its final output."""

@@ -1,13 +1,16 @@
-"""Pooling: the answer is a vector of the prompt's last token, an embedding or class probabilities."""
+"""Pooling: the answer is a vector of the prompt's last token, or of each token: an embedding or class probabilities."""
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jpaged.engine.engine_metrics import AnswerEnd
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.step_plan import StepResult
 from jpaged.engine.strategies.base import CollectedStep, Output, Strategy
-from jpaged.engine.strategies.pooling import Pooling
+from jpaged.engine.strategies.pooling import Pooled, Pooling
 from jpaged.errors import EngineError
-from jpaged.outputs import ClassificationOutput, EmbeddingOutput, PoolingRequestOutput
+from jpaged.outputs import PoolingRequestOutput
 from jpaged.params.pooling import PoolingParams
 
 if TYPE_CHECKING:
@@ -20,14 +23,22 @@ class PoolStrategy(Strategy):
     def __init__(self, pooling: Pooling, params: PoolingParams):
         self._pooling = pooling
         self._params = params
-        self._pooled: EmbeddingOutput | ClassificationOutput | None = None
+        self._pooled: Pooled | None = None
+        self._tokens: list[np.ndarray] = []  # float32[N, size] of each chunk, if each token has a vector
+
+    def take_scores(self, request: Request, result: StepResult, entries: slice) -> None:
+        """Store the vectors of a chunk's tokens."""
+        if result.pooled_tokens is None:
+            raise EngineError(f"request {request.request_id}: the step returned no vectors of tokens")
+        self._tokens.append(result.pooled_tokens[entries])
 
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
         """Store the pooled vector, which ends the request."""
         pooled = collected.result.pooled
         if pooled is None:
             raise EngineError(f"request {request.request_id} is to be pooled, the step returned no vector")
-        self._pooled = self._pooling.output(pooled[index], self._params)
+        values = np.concatenate(self._tokens) if self._params.per_token else pooled[index]
+        self._pooled, self._tokens = self._pooling.output(values, self._params), []
         return RequestStatus.STOPPED
 
     def ends(self, request_group: "RequestGroup", output: Output) -> list[AnswerEnd]:
@@ -35,7 +46,7 @@ class PoolStrategy(Strategy):
         return [AnswerEnd(request_group.first.schedule.status.value, None)]
 
     def output(self, request_group: "RequestGroup") -> PoolingRequestOutput:
-        """The embedding or the probabilities; None if the request ended before its prompt did."""
+        """The vector or vectors; None if the request ended before its prompt did."""
         return PoolingRequestOutput(
             request_id=request_group.request_id,
             prompt=request_group.prompt,

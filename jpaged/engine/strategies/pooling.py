@@ -1,4 +1,4 @@
-"""Turns a prompt's pooled vector into an embedding or class probabilities. In float32, on the host.
+"""Turns a prompt's pooled vectors into embeddings or class probabilities. In float32, on the host.
 
 One prompt at a time, so that a result does not depend on other requests of the step.
 """
@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.outputs import ClassificationOutput, EmbeddingOutput
-from jpaged.params.pooling import PooledModel, PoolingParams
+from jpaged.outputs import ClassificationOutput, EmbeddingOutput, TokenPoolingOutput
+from jpaged.params.pooling import PER_TOKEN, PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
+
+Pooled = EmbeddingOutput | ClassificationOutput | TokenPoolingOutput
 
 
 class Activation(enum.Enum):
@@ -68,33 +70,45 @@ class Pooling:
 
     def check(self, params: PoolingParams) -> None:
         """Raise RequestError for parameters that this engine does not support."""
-        if params.task == "classify" and self.activation is None:
+        task = params.task and params.task.removeprefix(PER_TOKEN)
+        if task == "classify" and self.activation is None:
             accepted = "the model has no score matrix: call embed(), or load a ...ForSequenceClassification checkpoint"
             raise RequestError("task", params.task, accepted)
-        if params.task == "embed" and self.activation is not None:
+        if task == "embed" and self.activation is not None:
             raise RequestError("task", params.task, "the model is a sequence classifier: call classify()")
         if self.activation is None:
-            if not params.activation:
+            if not params.activation and params.use_activation is None:
                 raise RequestError("activation", params.activation, "is for classifiers: leave it out")
             if params.dimensions is not None and params.dimensions > self.size:
                 raise RequestError("dimensions", params.dimensions, f"the model's embeddings have {self.size}")
-        elif params.dimensions is not None or not params.normalize:
+        elif params.dimensions is not None or (not params.normalize and params.use_activation is None):
             name = "normalize" if params.dimensions is None else "dimensions"
             raise RequestError(name, getattr(params, name), "is for embeddings: leave it out")
 
-    def output(self, values: np.ndarray, params: PoolingParams) -> EmbeddingOutput | ClassificationOutput:
-        """The output for one prompt. values: float32[size], pooled from its last token."""
+    def output(self, values: np.ndarray, params: PoolingParams) -> Pooled:
+        """The output for one prompt.
+
+        values: float32[size], pooled from its last token; or float32[tokens, size], if `params.per_token`.
+        """
+        values = self._activated(values, params)
+        if params.per_token:
+            return TokenPoolingOutput(values)
+        return (EmbeddingOutput if self.activation is None else ClassificationOutput)(values.tolist())
+
+    def _activated(self, values: np.ndarray, params: PoolingParams) -> np.ndarray:
+        """Embeddings of the requested length, or probabilities. values: float32[..., size]."""
         if self.activation is None:
-            values = values[: params.dimensions]
-            if params.normalize:
-                values = values / max(np.sqrt(np.sum(values * values)), np.float32(1e-12))  # torch's epsilon
-            return EmbeddingOutput(values.tolist())
+            values = values[..., : params.dimensions]
+            if not params.normalize:
+                return values
+            lengths = np.sqrt(np.sum(values * values, axis=-1, keepdims=True))
+            return values / np.maximum(lengths, np.float32(1e-12))  # torch's epsilon
         if params.activation and self.activation is Activation.SOFTMAX:
-            weights = np.exp(values - values.max())
-            values = weights / weights.sum()
-        elif params.activation and self.activation is Activation.SIGMOID:
-            values = np.exp(-np.logaddexp(np.float32(0), -values))
-        return ClassificationOutput(values.tolist())
+            weights = np.exp(values - values.max(axis=-1, keepdims=True))
+            return weights / weights.sum(axis=-1, keepdims=True)
+        if params.activation and self.activation is Activation.SIGMOID:
+            return np.exp(-np.logaddexp(np.float32(0), -values))
+        return values
 
 
 def check_task(pooling: Pooling | None, params: SamplingParams | PoolingParams) -> None:
