@@ -68,7 +68,10 @@ def _call_hooks() -> None:
 
 @functools.cache
 def _come_before_jax() -> None:
-    """Register `_at_exit` again. `atexit` calls the last hook first, and JAX's hook, now older, frees the devices."""
+    """Register `_at_exit` again. `atexit` calls the last hook first, and the one with which JAX frees devices is older.
+
+    Whoever calls this has imported JAX.
+    """
     atexit.register(_at_exit)
 
 
@@ -169,7 +172,6 @@ def using_device() -> Iterator[None]:
 
     If it wants to end, a daemon thread inside ends with SystemExit: at `stop_if_ending`, or when it leaves.
     """
-    _come_before_jax()
     with _users:
         try:
             _users.check()
