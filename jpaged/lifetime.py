@@ -70,7 +70,7 @@ def _call_hooks() -> None:
 def _come_before_jax() -> None:
     """Register `_at_exit` again. `atexit` calls the last hook first, and the one with which JAX frees devices is older.
 
-    Whoever calls this has imported JAX.
+    The caller has imported JAX.
     """
     atexit.register(_at_exit)
 
