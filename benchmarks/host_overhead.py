@@ -31,8 +31,8 @@ from tokenizers import Tokenizer, decoders, models
 from jpaged import async_llm
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions
-from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, block_digest, prefix_root, token_bytes
+from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.output.output_processor import OutputProcessor
@@ -42,9 +42,10 @@ from jpaged.frontend.build import BuiltEngine
 from jpaged.metrics import TOKEN_BOUNDS, Histogram, ProgramFigures
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
-from jpaged.runtime import output_programs, step
 from jpaged.runtime import runner as runner_module
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step import forward as step
+from jpaged.runtime.step import output_programs
 
 # The layers and matrices of Llama 3.1 8B, each of them tiny: a call's cost follows the number of arrays.
 MANY_LEAVES = DecoderSpec(

@@ -25,12 +25,12 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading.described import describe
 from jpaged.models.sharding import shards_of, whole_bytes
 from jpaged.models.stages import stages_of
-from jpaged.runtime import memory
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.blueprint import Blueprint, ServedModel
-from jpaged.runtime.output_programs import SampleShape
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
+from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.program_text import Program, array_bytes
+from jpaged.runtime.prediction.program_text import Program, array_bytes
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.output_programs import SampleShape
 from jpaged.runtime.targets import TARGETS, Target
 
 LLAMA_70B = {

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jpaged.cli.bench_quality import HELD_OUT, measure, windows_of
+from jpaged.cli.bench.quality import HELD_OUT, measure, windows_of
 from jpaged.cli.results import check_writable, machine, needs_matplotlib, write_json
 from jpaged.config import EngineConfig
 from jpaged.divergence import divergence
 from jpaged.loading import LoadedModel, load_model
 from jpaged.quantizing import quantize_checkpoint
-from jpaged.runtime.memory import tree_bytes
+from jpaged.runtime.memory.plan import tree_bytes
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tools"))
 from demo_corpus import read_corpus

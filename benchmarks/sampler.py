@@ -22,13 +22,13 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowExtras, RowInit, SamplerVariant, StepPlan, mask_words
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
-from jpaged.runtime.batch import ForwardShape, pack
-from jpaged.runtime.blueprint import Blueprint, ServedModel
-from jpaged.runtime.output_programs import SampleShape, lm_head_params
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.row_extras import ExtrasUploader
 from jpaged.runtime.state import row_values
-from jpaged.runtime.step import flat_weights, run_forward
+from jpaged.runtime.step.batch import ForwardShape, pack
+from jpaged.runtime.step.forward import flat_weights, run_forward
+from jpaged.runtime.step.output_programs import SampleShape, lm_head_params
+from jpaged.runtime.step.row_extras import ExtrasUploader
 
 NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1}
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2}

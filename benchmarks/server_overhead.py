@@ -34,8 +34,8 @@ from jpaged.load_client.run import Target, send_all
 from jpaged.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving.application import create_app
-from jpaged.serving.connection import bounded_connection
-from jpaged.serving.generation import Server
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.web.connection import bounded_connection
 
 NUM_PROBES = 40
 

@@ -36,14 +36,14 @@ from tqdm import tqdm
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.engine_options import engine_config
 from jpaged.models.spec import DecoderSpec, Params, QKNorm, Rope, param_shapes
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
-from jpaged.runtime.memory import free_device_bytes
-from jpaged.runtime.output_programs import SampleShape, lm_head_params
+from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
+from jpaged.runtime.memory.plan import free_device_bytes
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.roofline import Load, least_bytes
+from jpaged.runtime.prediction.roofline import Load, least_bytes
 from jpaged.runtime.state import DeviceState, Field
-from jpaged.runtime.step import flat_weights, run_forward
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.forward import flat_weights, run_forward
+from jpaged.runtime.step.output_programs import SampleShape, lm_head_params
 
 MODELS = {
     "llama-3.1-8b": DecoderSpec(

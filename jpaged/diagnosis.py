@@ -40,17 +40,17 @@ def diagnose() -> Iterator[dict[str, Any]]:
     Yields one dict that grows: first without checks, then after each check. `left` is the number of checks that follow.
     """
     facts: dict[str, Any] = {"versions": _versions(), "environment": _environment()}
-    from jpaged.runtime import cards
+    from jpaged.runtime import nvidia_devices
 
-    facts["nvidia_driver"] = cards.driver_version()
+    facts["nvidia_driver"] = nvidia_devices.driver_version()
     try:
         import jax
 
         device = jax.devices()[0]
     except Exception as error:  # JAX raises many types for a driver that it cannot use
-        yield facts | {"problem": cards.cannot_start(error), "device": {}, "checks": [], "left": 0}
+        yield facts | {"problem": nvidia_devices.cannot_start(error), "device": {}, "checks": [], "left": 0}
         return
-    facts |= {"problem": cards.problem(device.platform), "device": _device(device)}
+    facts |= {"problem": nvidia_devices.problem(device.platform), "device": _device(device)}
     jobs = _jobs(device)
     facts |= {"checks": [], "left": len(jobs)}
     yield facts

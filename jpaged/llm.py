@@ -16,8 +16,8 @@ from jpaged.chat.prompt import RenderOptions
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input.input_processor import Prompt
-from jpaged.engine.inspect import EngineCapture
 from jpaged.engine.kv_cache.handover import KVHandover
+from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.strategies.pooling import check_task
 from jpaged.engine_arguments import EngineArguments

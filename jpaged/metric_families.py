@@ -1,7 +1,7 @@
 """An engine's figures as named metrics: vLLM's names, and further ones as `jpaged:`.
 
-`get_metrics` of `LLM` and `AsyncLLM` returns them as a list, as vLLM's `LLM.get_metrics`. `serving/metrics.py` writes
-them as text for Prometheus.
+`get_metrics` of `LLM` and `AsyncLLM` returns them as a list, as vLLM's `LLM.get_metrics`. `serving/admin/metrics.py`
+writes them as text for Prometheus.
 """
 
 import dataclasses

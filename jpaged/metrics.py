@@ -1,6 +1,6 @@
 """Figures of an engine since its start, as plain data: distributions, counts and times.
 
-`jpaged/engine/engine_metrics.py` fills them. `jpaged/metric_families.py` names them. The bounds of the
+`jpaged/engine/observe/engine_metrics.py` fills them. `jpaged/metric_families.py` names them. The bounds of the
 distributions are those of vLLM's metrics, so that dashboards and alerts written for vLLM keep working.
 """
 

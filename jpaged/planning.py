@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from jpaged.loading.described import DescribedModel
     from jpaged.models.spec import Stage
-    from jpaged.runtime.blueprint import Blueprint
-    from jpaged.runtime.memory import MemoryPlan
+    from jpaged.runtime.compile.blueprint import Blueprint
+    from jpaged.runtime.memory.plan import MemoryPlan
     from jpaged.runtime.placement import Placement
-    from jpaged.runtime.roofline import Roofline
+    from jpaged.runtime.prediction.roofline import Roofline
     from jpaged.runtime.targets import Target
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class EnginePlan:
 
     def _note(self, kinds: Mapping[str, int]) -> str:
         """Kinds of numbers of a part, unless all are of the model's dtype."""
-        from jpaged.runtime.memory import size_text
+        from jpaged.runtime.memory.plan import size_text
 
         if kinds.keys() == {self.dtype}:
             return ""
@@ -218,7 +218,7 @@ def plan(
     from jpaged.loading.described import describe
     from jpaged.models.sharding import find_devices, shards_of
     from jpaged.models.stages import stages_of
-    from jpaged.runtime.memory import start_backend
+    from jpaged.runtime.memory.plan import start_backend
     from jpaged.runtime.placement import Placement
     from jpaged.runtime.targets import TARGETS, with_memory
 
@@ -283,8 +283,8 @@ def _plan(
     progress: bool,
 ) -> EnginePlan:
     from jpaged.models.sharding import whole_bytes
-    from jpaged.runtime import memory
-    from jpaged.runtime.blueprint import Blueprint, ServedModel
+    from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
+    from jpaged.runtime.memory import plan as memory
 
     device = placement.first_device if target is None else None
     shards = placement.shards
@@ -307,7 +307,7 @@ def _plan(
         problem = str(error)
     else:
         if roofline_context is not None and target is not None:
-            from jpaged.runtime.roofline import Load, predict
+            from jpaged.runtime.prediction.roofline import Load, predict
 
             context = min(roofline_context, fitted.limits.max_model_len)
             roofline = predict(build, target, [Load(rows, context) for rows in ROOFLINE_ROWS], progress=progress)
@@ -342,7 +342,7 @@ def _memory_of(device: "jax.Device | None", target: "Target | None") -> tuple[in
     """Bytes of the device, and bytes in use; None on CPU, and if the back end does not report them."""
     if target is not None:
         return target.memory_bytes, 0
-    from jpaged.runtime.memory import device_bytes
+    from jpaged.runtime.memory.plan import device_bytes
 
     found = None if device is None else device_bytes(device)
     return found or (None, 0)
@@ -352,8 +352,8 @@ def _temporaries(
     blueprint: "Blueprint", target: "Target | None", config: EngineConfig, free: int | None
 ) -> Temporaries:
     """Temporaries of the compiled program. Estimated if there is no compiler, or if the weights do not fit."""
-    from jpaged.runtime.compile_cache import persistent_cache
-    from jpaged.runtime.estimate import estimate_temporaries
+    from jpaged.runtime.memory.estimate import estimate_temporaries
+    from jpaged.runtime.store.cache import persistent_cache
 
     kind = blueprint.placement.device.device_kind
     if target is not None and target.missing is not None:
@@ -379,7 +379,7 @@ def _temporaries(
 
 def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None) -> int | None:
     """The largest max_model_len that fits, computed as an engine would; None if not one block fits."""
-    from jpaged.runtime.blueprint import Blueprint
+    from jpaged.runtime.compile.blueprint import Blueprint
 
     config = dataclasses.replace(blueprint.config, max_model_len=None)
     open_ended = Blueprint.draw(blueprint.model, config, blueprint.placement)
@@ -391,7 +391,7 @@ def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None)
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress the warning of `memory.fit` about a max_model_len that shrinks: here it is the result."""
-    log = logging.getLogger("jpaged.runtime.memory")
+    log = logging.getLogger("jpaged.runtime.memory.plan")
     before = log.disabled
     log.disabled = True
     try:

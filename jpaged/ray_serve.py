@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from jpaged.cli import parse
-from jpaged.cli.config_file import words_of
-from jpaged.cli.flags import engine_options
+from jpaged.cli.flags.config_file import words_of
+from jpaged.cli.flags.engine import engine_options
 from jpaged.cli.serve import Serve
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError

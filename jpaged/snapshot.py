@@ -1,6 +1,6 @@
 """State of an engine at one moment, as plain data: the owners of each block, the running and the waiting requests.
 
-It contains no prompts, texts or token ids: requests are named by their ids. `jpaged.engine.inspect` makes it.
+It contains no prompts, texts or token ids: requests are named by their ids. `jpaged.engine.observe.inspect` makes it.
 """
 
 import dataclasses

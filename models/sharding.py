@@ -11,7 +11,7 @@ With `parts` > 1 results have the same bits for every number of devices that div
 is then computed as `parts` products, which are added in one fixed tree.
 
 The mesh has a second axis, "context": its devices have the same weights and pages, and compute different tokens of a
-prompt (`jpaged.runtime.context`).
+prompt (`jpaged.runtime.step.context`).
 """
 
 import dataclasses

@@ -2,9 +2,13 @@
 
 The path of a request:
 
-1. `application` routes it, after `auth` has checked its key.
-2. `body` reads the JSON and checks it against `request_schema`.
-3. `routes_*` make prompts and sampling parameters, and pass them to the engine, described by `engine_client`.
-4. `response_schema` writes the answer, `sse` a stream. `disconnect` aborts the request if the client disconnects.
-5. `error_responses` turns an error into OpenAI's error body.
+1. `application` routes it, after `web.auth` has checked its key.
+2. `web.body` reads the JSON and checks it against a struct of `schemas`.
+3. A `routes` module of `openai_api`, `responses`, `messages` or `files` makes prompts and sampling parameters, and
+   passes them to the engine, described by `engine_client`. `admin` has the routes of the operator.
+4. A struct of `schemas` is the answer, `web.sse` writes a stream. `web.disconnect` aborts the request if the client
+   disconnects.
+5. `web.error_responses` turns an error into the API's error body.
+
+Imports run one way: `application` -> `admin`, `files` -> `responses`, `messages` -> `openai_api` -> `web` -> `schemas`.
 """

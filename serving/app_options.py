@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from jpaged.serving.file_store import FileStore
+from jpaged.serving.files.store import FileStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

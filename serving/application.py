@@ -14,38 +14,32 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.errors import JPagedError
-from jpaged.serving import (
-    routes_admin,
-    routes_embeddings,
-    routes_files,
-    routes_messages,
-    routes_models,
-    routes_responses,
-    routes_scores,
-    routes_service,
-    routes_text,
-)
+from jpaged.serving.admin import routes_admin, routes_service
+from jpaged.serving.admin.http_observer import HTTPObserver
+from jpaged.serving.admin.metrics import ServerMetrics
+from jpaged.serving.admin.openapi import KeyRules
+from jpaged.serving.admin.routes_docs import docs, openapi_json
+from jpaged.serving.admin.routes_metrics import metrics
+from jpaged.serving.admin.routes_ui import BrowserAtRoot, Page
+from jpaged.serving.admin.stats_log import log_stats
 from jpaged.serving.app_options import AppOptions, CrossOrigin
-from jpaged.serving.auth import ADMIN, OPEN_PATHS, RequireKey
-from jpaged.serving.batch_jobs import BatchJobs
-from jpaged.serving.body_process import kill_children
-from jpaged.serving.browser_guards import CheckHost, RequireJson
-from jpaged.serving.error_responses import ClientDisconnected, handle_error
-from jpaged.serving.generation import Server
-from jpaged.serving.http_observer import HTTPObserver
-from jpaged.serving.intake import CountRequests, Intake
-from jpaged.serving.metrics import ServerMetrics
-from jpaged.serving.openapi import KeyRules
-from jpaged.serving.responses_store import MAX_BYTES, ResponseStore
-from jpaged.serving.root_path import RemoveRootPath
-from jpaged.serving.routes_chat import batch_chat_completions, chat_completions
-from jpaged.serving.routes_completions import completions, generate
-from jpaged.serving.routes_docs import docs, openapi_json
-from jpaged.serving.routes_invocations import invocations
-from jpaged.serving.routes_metrics import metrics
-from jpaged.serving.routes_ui import BrowserAtRoot, Page
-from jpaged.serving.stats_log import log_stats
-from jpaged.serving.stopping import AnswerWhenStopped
+from jpaged.serving.files import routes as routes_files
+from jpaged.serving.files.batch_jobs import BatchJobs
+from jpaged.serving.messages import routes as routes_messages
+from jpaged.serving.openai_api import routes_embeddings, routes_models, routes_scores, routes_text
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.openai_api.routes_chat import batch_chat_completions, chat_completions
+from jpaged.serving.openai_api.routes_completions import completions, generate
+from jpaged.serving.openai_api.routes_invocations import invocations
+from jpaged.serving.responses import routes as routes_responses
+from jpaged.serving.responses.store import MAX_BYTES, ResponseStore
+from jpaged.serving.web.auth import ADMIN, OPEN_PATHS, RequireKey
+from jpaged.serving.web.body_process import kill_children
+from jpaged.serving.web.browser_guards import CheckHost, RequireJson
+from jpaged.serving.web.error_responses import ClientDisconnected, handle_error
+from jpaged.serving.web.intake import CountRequests, Intake
+from jpaged.serving.web.root_path import RemoveRootPath
+from jpaged.serving.web.stopping import AnswerWhenStopped
 
 
 def posts(paths: str, endpoint: Callable[[Request], Awaitable[Response]]) -> list[Route]:

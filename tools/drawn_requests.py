@@ -142,8 +142,8 @@ def good_bodies() -> dict[str, list[dict[str, Any]]]:
 
 def field_names() -> dict[str, list[str]]:
     """The names of all fields of each path."""
-    from jpaged.serving import pooling_schema
-    from jpaged.serving import request_schema as schema
+    from jpaged.serving.schemas import pooling as pooling_schema
+    from jpaged.serving.schemas import requests as schema
 
     structs = {
         COMPLETIONS: schema.CompletionRequest, CHAT: schema.ChatRequest, EMBEDDINGS: pooling_schema.EmbeddingRequest,

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args:
         args = ["--help"]
     if args[0] == "serve" and ("--log-format=json" in args or ("--log-format", "json") in itertools.pairwise(args)):
-        from jpaged.serving.log_format import use_format
+        from jpaged.serving.web.log_format import use_format
 
         use_format("json")  # now, for warnings about flags
     try:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_error(message: str) -> None:
     """Print an error to stderr, or log it if the log is JSON."""
-    log_format = sys.modules.get("jpaged.serving.log_format")
+    log_format = sys.modules.get("jpaged.serving.web.log_format")
     if log_format is not None and log_format.is_json():
         logging.getLogger("jpaged").critical("%s", message)
     else:
@@ -101,13 +101,13 @@ def parse(args: Sequence[str]) -> Any:
         _no_command("benchmark", args[1], BENCHMARKS)
     import tyro
 
-    from jpaged.cli.config_file import with_config_file
-    from jpaged.cli.groups import grouped, ungrouped
-    from jpaged.cli.numbers import with_whole_numbers
-    from jpaged.cli.other_engines import without_neutral
+    from jpaged.cli.flags.config_file import with_config_file
+    from jpaged.cli.flags.groups import grouped, ungrouped
+    from jpaged.cli.flags.numbers import with_whole_numbers
+    from jpaged.cli.flags.other_engines import without_neutral
 
     if any("key" in word for word in args):
-        from jpaged.serving.keys import warn_of_visible_keys
+        from jpaged.serving.web.keys import warn_of_visible_keys
 
         warn_of_visible_keys(args)
     args = with_whole_numbers(without_neutral(with_config_file(args)))
@@ -161,27 +161,27 @@ def _command_of(name: str) -> Any:
 
             return RunBatch
         case "bench serve":
-            from jpaged.cli.bench_serve import BenchServe
+            from jpaged.cli.bench.serve import BenchServe
 
             return BenchServe
         case "bench throughput":
-            from jpaged.cli.bench_throughput import Throughput
+            from jpaged.cli.bench.throughput import Throughput
 
             return Throughput
         case "bench latency":
-            from jpaged.cli.bench_latency import Latency
+            from jpaged.cli.bench.latency import Latency
 
             return Latency
         case "bench steps":
-            from jpaged.cli.bench_steps import Steps
+            from jpaged.cli.bench.steps import Steps
 
             return Steps
         case "bench quality":
-            from jpaged.cli.bench_quality import QualityCommand
+            from jpaged.cli.bench.quality import QualityCommand
 
             return QualityCommand
         case "bench startup":
-            from jpaged.cli.bench_startup import Startup
+            from jpaged.cli.bench.startup import Startup
 
             return Startup
         case "inspect":
@@ -215,7 +215,7 @@ def _all_commands() -> Any:
     """The union of all commands, for the help that lists them."""
     import tyro
 
-    from jpaged.cli.bench import Bench
+    from jpaged.cli.bench.command import Bench
 
     kinds = [Bench if name == "bench" else _command_of(name) for name in COMMANDS]
     named = [Annotated[kind, tyro.conf.subcommand(name)] for kind, name in zip(kinds, COMMANDS, strict=True)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpaged.cli.flags import one_line_help
+from jpaged.cli.flags.engine import one_line_help
 from jpaged.errors import RequestError
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jpaged.cli.flags import one_line_help
+from jpaged.cli.flags.client_tls import SERVER_TLS_DEFAULTS, ServerTlsArguments
+from jpaged.cli.flags.engine import one_line_help
 from jpaged.cli.results import OutputJson, check_writable, needs_matplotlib, write_json
-from jpaged.cli.server_tls import SERVER_TLS_DEFAULTS, ServerTlsArguments
 from jpaged.errors import RequestError
 from jpaged.snapshot import EngineSnapshot
 
@@ -79,7 +79,7 @@ class Inspect:
 
     def _key(self) -> str:
         """Return the admin key. Raises RequestError if there is none, or a bad one."""
-        from jpaged.serving.keys import ADMIN_VARIABLES, read_keys
+        from jpaged.serving.web.keys import ADMIN_VARIABLES, read_keys
 
         given = () if self.admin_key is None else (self.admin_key,)
         keys = read_keys("admin_key", given, self.admin_key_file, ADMIN_VARIABLES, os.environ)

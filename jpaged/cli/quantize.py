@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpaged.cli.flags import one_line_help, read_text
+from jpaged.cli.flags.engine import one_line_help, read_text
 
 
 @one_line_help

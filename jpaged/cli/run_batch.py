@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from jpaged.cli.chat_flags import ChatFlags
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
+from jpaged.cli.flags.chat import ChatFlags
+from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.errors import RequestError
 
 INFLIGHT_PER_ROW = 2  # a row that becomes free finds a request that is tokenised already
@@ -57,9 +57,9 @@ class RunBatch(ChatFlags):
         from jpaged.async_llm import AsyncLLM
         from jpaged.serving.app_options import AppOptions
         from jpaged.serving.application import create_app
-        from jpaged.serving.batch_files import check_requests, open_results, read_requests
-        from jpaged.serving.batch_run import answer, run_requests
-        from jpaged.serving.generation import Server
+        from jpaged.serving.files.batch_files import check_requests, open_results, read_requests
+        from jpaged.serving.files.batch_run import answer, run_requests
+        from jpaged.serving.openai_api.generation import Server
 
         names = self.served_model_name or (options["model"],)
         # before the model is loaded

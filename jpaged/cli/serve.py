@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jpaged.cli.chat_flags import ChatFlags
-from jpaged.cli.flags import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
-from jpaged.cli.serve_access import ACCESS_DEFAULTS, AccessArguments
+from jpaged.cli.flags.access import ACCESS_DEFAULTS, AccessArguments
+from jpaged.cli.flags.chat import ChatFlags
+from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 
@@ -109,9 +109,9 @@ class Serve(ChatFlags):
         if headless:
             self.chat_formats()  # raises for a bad one
             return self._follow(options)
-        from jpaged.serving.connection import ConnectionLimits
-        from jpaged.serving.process import MetricsPort, serve, take_address, take_unix_socket
-        from jpaged.serving.routes_metrics import metrics_app
+        from jpaged.serving.admin.routes_metrics import metrics_app
+        from jpaged.serving.web.connection import ConnectionLimits
+        from jpaged.serving.web.process import MetricsPort, serve, take_address, take_unix_socket
 
         if self.shutdown_timeout < 0:
             raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
@@ -150,8 +150,8 @@ class Serve(ChatFlags):
         host: as `AccessFlags.app_options`.
         """
         chat = self.chat_formats()
-        from jpaged.serving.log_format import FORMATS, use_format
-        from jpaged.serving.tracing import RequestTracer, traced
+        from jpaged.serving.admin.tracing import RequestTracer, traced
+        from jpaged.serving.web.log_format import FORMATS, use_format
 
         if not self.watchdog_seconds > 0:
             raise RequestError("watchdog_seconds", self.watchdog_seconds, "must be a number of seconds above 0")
@@ -175,7 +175,7 @@ class Serve(ChatFlags):
         def load() -> "tuple[Starlette, AsyncLLM]":
             from jpaged.async_llm import AsyncLLM
             from jpaged.serving.application import create_app
-            from jpaged.serving.generation import Server
+            from jpaged.serving.openai_api.generation import Server
 
             engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
             client = engine if tracer is None else traced(engine, tracer)
@@ -189,7 +189,7 @@ class Serve(ChatFlags):
 
     def _detect(self, options: dict[str, Any]) -> bool:
         """Add what the cluster says of this process to the options. Returns whether it is headless."""
-        from jpaged.cli.cluster import detect
+        from jpaged.cli.flags.cluster import detect
 
         for name in ("nnodes", "node_rank", "master_addr"):
             if options[name] != getattr(EngineConfig, name):
@@ -206,8 +206,8 @@ class Serve(ChatFlags):
     def _follow(self, options: dict[str, Any]) -> int:
         """Run without HTTP until process 0 ends. Signals are left to process 0, which drains its requests first."""
         from jpaged.frontend.build import run_headless
-        from jpaged.serving.log_format import use_format
-        from jpaged.serving.process import leave_signals_to_the_leader
+        from jpaged.serving.web.log_format import use_format
+        from jpaged.serving.web.process import leave_signals_to_the_leader
 
         use_format(self.log_format)
         leave_signals_to_the_leader()

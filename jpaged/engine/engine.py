@@ -21,14 +21,15 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from jpaged.engine.engine_metrics import EngineMetrics
 from jpaged.engine.engine_options import EngineOptions
-from jpaged.engine.engine_stats import EngineCounters, collect_stats
 from jpaged.engine.input.admission import AdmissionControl
 from jpaged.engine.input.input_processor import InputProcessor, ModelLimits, Prompt
-from jpaged.engine.inspect import EngineCapture, capture
 from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
+from jpaged.engine.observe.engine_metrics import EngineMetrics
+from jpaged.engine.observe.engine_stats import EngineCounters, collect_stats
+from jpaged.engine.observe.inspect import EngineCapture, capture
+from jpaged.engine.observe.step_log import StepLog
 from jpaged.engine.output.answer_writer import AnswerWriter
 from jpaged.engine.output.output_processor import OutputProcessor
 from jpaged.engine.request import RequestStatus
@@ -36,7 +37,6 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import SchedulerCounters, SchedulerLimits
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
-from jpaged.engine.step_log import StepLog
 from jpaged.engine.step_pipeline import StepPipeline
 from jpaged.engine.step_plan import Runner
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from jpaged.loading import LoadedModel
     from jpaged.models.spec import DecoderSpec, WeightLayout
-    from jpaged.runtime.process_group import ProcessGroup
+    from jpaged.runtime.parallel.process_group import ProcessGroup
     from jpaged.runtime.runner import ModelRunner
 
 
@@ -73,7 +73,7 @@ def build_engine(
     loaded, config, runner = prepared.loaded, prepared.config, prepared.runner
     defaults = SamplingParams() if prepared.pooling else _sampling_defaults(loaded, config)
     if prepared.group is not None:
-        from jpaged.runtime.group_runner import LeaderRunner
+        from jpaged.runtime.parallel.group_runner import LeaderRunner
 
         runner = LeaderRunner(runner, prepared.group)
     runners, engines = (runner, *prepared.others), list[Engine]()
@@ -98,7 +98,7 @@ def run_headless(model: str, options: Mapping[str, Any]) -> int:
     """
     prepared = prepare(model, None, options, layout=None, progress=False, background=False, headless=True)
     assert prepared.group is not None, "a rank above 0 has a group"
-    from jpaged.runtime.group_runner import follow
+    from jpaged.runtime.parallel.group_runner import follow
 
     return follow(prepared.runner, prepared.group)
 
@@ -154,13 +154,13 @@ def _prepare(
 
         from jpaged.frontend.engine_devices import copied, devices_of_engines
         from jpaged.loading import valid_token_mask
-        from jpaged.runtime import cards
-        from jpaged.runtime.compile_cache import persistent_cache
-        from jpaged.runtime.host_memory import return_free_memory
-        from jpaged.runtime.memory import start_backend
+        from jpaged.runtime import nvidia_devices
+        from jpaged.runtime.memory.host_memory import return_free_memory
+        from jpaged.runtime.memory.plan import start_backend
         from jpaged.runtime.runner import ModelRunner
+        from jpaged.runtime.store.cache import persistent_cache
 
-    if problem := cards.problem(start_backend(config)):
+    if problem := nvidia_devices.problem(start_backend(config)):
         logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))
     devices = devices_of_engines(config, live=params is not None)
@@ -211,7 +211,7 @@ def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
     if params is not None:
         raise RequestError("nnodes", config.nnodes, "live arrays are for an engine of one process")
     from jpaged.loading import checkpoint_fingerprint
-    from jpaged.runtime.process_group import ProcessGroup
+    from jpaged.runtime.parallel.process_group import ProcessGroup
 
     with not_using_device():
         return ProcessGroup.join(config, checkpoint_fingerprint(config))
@@ -260,7 +260,7 @@ def _load(
 ) -> "LoadedModel":
     from jpaged.loading import load_model
     from jpaged.runtime.runner import ModelRunner
-    from jpaged.runtime.sampler import check_processors
+    from jpaged.runtime.sampling.sampler import check_processors
 
     def check(spec: "DecoderSpec", params: Any) -> None:
         """Raise for a model that the runner cannot run. Called before any weight is on the device."""

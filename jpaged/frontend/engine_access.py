@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
-from jpaged.engine.engine_stats import total_stats
+from jpaged.engine.observe.engine_stats import total_stats
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import BuiltEngine
 from jpaged.lifetime import OwnProcess

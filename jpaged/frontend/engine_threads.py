@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from jpaged.engine.engine import Engine
-from jpaged.engine.inspect import EngineCapture
+from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError
 from jpaged.frontend.engine_thread import EngineThread

@@ -34,25 +34,25 @@ from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.models.stages import stages_of
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
-from jpaged.runtime import memory
-from jpaged.runtime.background import BackgroundCompiler
-from jpaged.runtime.batch import pack
-from jpaged.runtime.block_moves import BlockMover, host_slots
-from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
-from jpaged.runtime.compile_cache import CacheCounter, CompileCounter, persistent_cache
-from jpaged.runtime.front_stages import FrontStages, upload_long_rows
+from jpaged.runtime.compile.background import BackgroundCompiler
+from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
-from jpaged.runtime.new_params import check_params
-from jpaged.runtime.out_of_memory import advice, explained
-from jpaged.runtime.output_programs import OutputShape, lm_head_params, uses_extras
+from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.new_params import check_params
+from jpaged.runtime.memory.out_of_memory import advice, explained
+from jpaged.runtime.memory.sleeping import HostWeights
+from jpaged.runtime.parallel.front_stages import FrontStages, upload_long_rows
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.profiling import Profiler
-from jpaged.runtime.programs import SCORE, Program, Shape
-from jpaged.runtime.row_extras import ExtrasUploader
-from jpaged.runtime.sampler import unpack
-from jpaged.runtime.sleeping import HostWeights
+from jpaged.runtime.sampling.sampler import unpack
 from jpaged.runtime.state import DeviceState
-from jpaged.runtime.step import flat_weights, run_forward
+from jpaged.runtime.step.batch import pack
+from jpaged.runtime.step.block_moves import BlockMover, host_slots
+from jpaged.runtime.step.forward import flat_weights, run_forward
+from jpaged.runtime.step.output_programs import OutputShape, lm_head_params, uses_extras
+from jpaged.runtime.step.programs import SCORE, Program, Shape
+from jpaged.runtime.step.row_extras import ExtrasUploader
+from jpaged.runtime.store.cache import CacheCounter, CompileCounter, persistent_cache
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.cli import parse
-from jpaged.cli.cluster import Node, detect
+from jpaged.cli.flags.cluster import Node, detect
 from jpaged.errors import RequestError
 
 LWS = {"LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "jpaged-0.jpaged.default"}

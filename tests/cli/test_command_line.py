@@ -11,10 +11,11 @@ import types
 import pytest
 
 from jpaged import cli
-from jpaged.cli import flags, groups
-from jpaged.cli.chat_flags import ChatFlags
-from jpaged.cli.sampling_flags import SamplingFlags
-from jpaged.cli.serve_access import AccessFlags
+from jpaged.cli.flags import engine as flags
+from jpaged.cli.flags import groups
+from jpaged.cli.flags.access import AccessFlags
+from jpaged.cli.flags.chat import ChatFlags
+from jpaged.cli.flags.sampling import SamplingFlags
 from jpaged.config import SCHEDULING_POLICIES, EngineConfig
 from jpaged.engine.scheduling.waiting_queue import POLICIES
 from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
@@ -180,7 +181,8 @@ def test_chat_flags_of_serve_reach_the_server(monkeypatch):
     served = []
     config = EngineConfig(model="demo")
     monkeypatch.setattr("jpaged.async_llm.AsyncLLM", lambda **options: types.SimpleNamespace(config=config))
-    monkeypatch.setattr("jpaged.serving.process.serve", lambda app, *args, **how: served.append(app.state.server) or 0)
+    serve = "jpaged.serving.web.process.serve"
+    monkeypatch.setattr(serve, lambda app, *args, **how: served.append(app.state.server) or 0)
     words = ["serve", "demo", "--port", "0", "--tool-call-parser", "mistral", "--reasoning-tags", "[THINK]", "[/THINK]"]
     assert cli.main([*words, "--chat-template-kwargs", "mood", "tone"]) == 0
     assert cli.main(["serve", "demo", "--port", "0", "--reasoning-parser", "qwen3"]) == 0

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jpaged import LLM, cli
-from jpaged.cli.other_engines import without_neutral
+from jpaged.cli.flags.other_engines import without_neutral
 from jpaged.errors import RequestError
 from jpaged.frontend.engine_options import engine_config
 

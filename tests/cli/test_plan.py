@@ -6,10 +6,10 @@ import re
 import pytest
 
 from jpaged import cli
-from jpaged.cli.flags import field_docs
+from jpaged.cli.flags.engine import field_docs
 from jpaged.cli.plan import Plan, _roofline_lines
 from jpaged.runtime import targets
-from jpaged.runtime.roofline import CollectiveCost, ProgramCost, Roofline
+from jpaged.runtime.prediction.roofline import CollectiveCost, ProgramCost, Roofline
 from tests.support.published_configs import LLAMA, LLAMA_WEIGHTS
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged import cli
-from jpaged.cli.bench_quality import windows_of
+from jpaged.cli.bench.quality import windows_of
 from jpaged.config import EngineConfig
 from jpaged.divergence import divergence
 from jpaged.loading import load_model

@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from jpaged import RequestError, SamplingParams
-from jpaged.cli.sampling_flags import SamplingFlags
+from jpaged.cli.flags.sampling import SamplingFlags
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
 FLAGS = {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jpaged.cli.workloads import WorkloadFlags
+from jpaged.cli.bench.workloads import WorkloadFlags
 from jpaged.errors import RequestError
 
 

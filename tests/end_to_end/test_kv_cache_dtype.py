@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, RequestError, SamplingParams, cli
-from jpaged.cli import bench_quality
+from jpaged.cli.bench import quality as bench_quality
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant, TransferCosts
 from jpaged.errors import ModelLoadError
@@ -18,9 +18,9 @@ from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import SCHEMES, Scheme
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
-from jpaged.runtime import memory
-from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.kv_format import FP8, KVFormat
+from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.targets import TARGETS
 from tests.golden.checkpoints import VARIANTS, write_checkpoint, write_safetensors

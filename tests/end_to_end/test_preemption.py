@@ -7,7 +7,7 @@ import pytest
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
-from jpaged.runtime.block_moves import PINNED, host_slots
+from jpaged.runtime.step.block_moves import PINNED, host_slots
 from tests.support.tiny_engine import HOST_SLOTS, SPECS, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
 
 pytestmark = pytest.mark.codegen

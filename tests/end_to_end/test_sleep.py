@@ -10,7 +10,7 @@ import pytest
 import jpaged
 from jpaged import EngineError, RequestError, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.runtime.sleeping import HostWeights
+from jpaged.runtime.memory.sleeping import HostWeights
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.tiny_engine import sampling_programs
 

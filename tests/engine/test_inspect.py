@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from jpaged.engine.engine import Engine
-from jpaged.engine.inspect import EngineCapture
-from jpaged.engine.step_log import MAX_STEPS
+from jpaged.engine.observe.inspect import EngineCapture
+from jpaged.engine.observe.step_log import MAX_STEPS
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 from tests.engine.fake_runner import FakeRunner

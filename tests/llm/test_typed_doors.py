@@ -14,9 +14,9 @@ import pytest
 
 import jpaged
 from jpaged import LLM, BeamSearchParams, RequestError, SamplingParams, cli
-from jpaged.cli import flags
-from jpaged.cli.config_file import with_config_file
-from jpaged.cli.numbers import with_whole_numbers
+from jpaged.cli.flags import engine as flags
+from jpaged.cli.flags.config_file import with_config_file
+from jpaged.cli.flags.numbers import with_whole_numbers
 from jpaged.config import EngineConfig
 from jpaged.engine_arguments import EngineArguments
 from jpaged.frontend.engine_options import ALIASES, NOT_YET, engine_config

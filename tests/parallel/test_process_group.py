@@ -12,7 +12,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowExtras, RowInit, RowMask, SamplerVariant, StepPlan
 from jpaged.errors import ModelLoadError
-from jpaged.runtime.process_group import Channel, ProcessGroup, _connect, _gather, _listening, facts_of
+from jpaged.runtime.parallel.process_group import Channel, ProcessGroup, _connect, _gather, _listening, facts_of
 
 PLAN = StepPlan(
     rows=np.arange(3, dtype=np.int32), num_tokens=np.array([1, 1, 5], np.int32), num_decodes=2,

@@ -12,9 +12,9 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.experts import pairs_of_devices
 from jpaged.models.sharding import Shards
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.output_programs import SampleShape
-from jpaged.runtime.program_text import Program
+from jpaged.runtime.prediction.program_text import Program
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.output_programs import SampleShape
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.parallel.sameness import check_each_request_alone
 from tests.support.random_requests import OPTIONS, answers, workload

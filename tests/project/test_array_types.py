@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from jpaged.runtime import vocab_search
+from jpaged.runtime.sampling import vocab_search
 from tests.support.array_types import CheckArrays
 
 MODULE = """

@@ -8,7 +8,7 @@ import yaml
 
 from jpaged import ray_serve
 from jpaged.cli import parse
-from jpaged.cli.flags import engine_options
+from jpaged.cli.flags.engine import engine_options
 from jpaged.errors import RequestError
 from jpaged.serving.application import ROUTES
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams, cli
-from jpaged.cli import bench_quality
+from jpaged.cli.bench import quality as bench_quality
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
@@ -17,8 +17,8 @@ from jpaged.loading.model import quantizer_of
 from jpaged.models.quantization import quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
-from jpaged.runtime.blueprint import Blueprint, ServedModel
-from jpaged.runtime.memory import tree_bytes
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
+from jpaged.runtime.memory.plan import tree_bytes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.targets import TARGETS
 from pallas_kernels import QuantizedWeight

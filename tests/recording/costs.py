@@ -27,7 +27,7 @@ from unittest import mock
 
 import pytest
 
-from jpaged.runtime.background import THREAD_NAME
+from jpaged.runtime.compile.background import THREAD_NAME
 
 _KEY = re.compile(r"(?i)persistent compilation cache (?:hit|miss) for '.*' with key '(.*)'")
 _LOGGER = "jax._src.compiler"  # a name, not an import: without this logger no key is seen, and a test says so

@@ -13,12 +13,13 @@ import pytest
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError
-from jpaged.runtime import background, programs
-from jpaged.runtime.background import THREAD_NAME
-from jpaged.runtime.compile_worker import CompileWorker
-from jpaged.runtime.output_programs import SampleShape, ScoreShape
-from jpaged.runtime.programs import Program, ProgramTable
+from jpaged.runtime.compile import background
+from jpaged.runtime.compile.background import THREAD_NAME
+from jpaged.runtime.compile.worker import CompileWorker
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step import programs
+from jpaged.runtime.step.output_programs import SampleShape, ScoreShape
+from jpaged.runtime.step.programs import Program, ProgramTable
 from tests.runtime.plans import make_plan, shapes_of
 from tests.support.tiny_engine import SPECS, bits, make_engine, make_runner, run
 

@@ -15,11 +15,12 @@ from jpaged.cli.results import write_json
 from jpaged.errors import ModelLoadError
 from jpaged.frontend.build import build_engine
 from jpaged.models.spec import Activation, DecoderSpec, Rope, param_shapes
-from jpaged.runtime import cards, feed_forward
-from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
-from jpaged.runtime.out_of_memory import advice, explained
+from jpaged.runtime import nvidia_devices
+from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
+from jpaged.runtime.memory.out_of_memory import advice, explained
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step import feed_forward
 from pallas_kernels import platforms
 from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu
@@ -159,9 +160,9 @@ def test_why_a_card_is_not_used(monkeypatch, tmp_path, driver, plugins, sentence
     if driver:
         file.write_text(VERSION.format(driver))
     monkeypatch.setattr(cards, "VERSION_FILE", file)
-    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: name if name in plugins else None)
-    found = cards.problem("cpu")
-    assert cards.problem("gpu") is None
+    monkeypatch.setattr(nvidia_devices.importlib.util, "find_spec", lambda name: name if name in plugins else None)
+    found = nvidia_devices.problem("cpu")
+    assert nvidia_devices.problem("gpu") is None
     assert (found is None) == (sentence is None)
     assert sentence is None or re.search(sentence, found), found
 

@@ -13,12 +13,12 @@ import pytest
 
 from jpaged import planning
 from jpaged.loading.described import describe
-from jpaged.runtime import memory
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.blueprint import Blueprint, ServedModel
-from jpaged.runtime.output_programs import SampleShape
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
+from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.program_text import Program
+from jpaged.runtime.prediction.program_text import Program
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.output_programs import SampleShape
 from tests.kernels.machine_code import DUMP_PTX, kernels_in, tool
 from tests.support.deviceless import H200, marks
 from tests.support.hollow_checkpoint import write_headers

@@ -7,9 +7,9 @@ import pytest
 
 from jpaged import planning
 from jpaged.models.spec import DecoderSpec, QKNorm, Rope, param_shapes
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
+from jpaged.runtime.step.batch import ForwardShape
 from tests.support.deviceless import H200, marks
 
 pytestmark = [pytest.mark.codegen, *marks(H200)]

@@ -20,12 +20,12 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Experts, Latent, Rope, WeightLayout, param_shapes
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.block_moves import HOST_BUCKET, BlockMover
-from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
-from jpaged.runtime.step import compile_forward, flat_weights, run_forward
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.block_moves import HOST_BUCKET, BlockMover
+from jpaged.runtime.step.forward import compile_forward, flat_weights, run_forward
 from pallas_kernels.set_rows import cpu as set_rows
 from tests.support.deviceless import H200, V5E, marks
 

@@ -11,9 +11,10 @@ from jpaged.errors import ModelLoadError, RequestError
 from jpaged.frontend.build import build_engine
 from jpaged.models.families import spec_of
 from jpaged.models.spec import param_shapes
-from jpaged.runtime import memory, targets
-from jpaged.runtime.blueprint import Blueprint, ServedModel
-from jpaged.runtime.estimate import estimate_temporaries
+from jpaged.runtime import targets
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
+from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.estimate import estimate_temporaries
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, state_shapes
 from tests.support.deviceless import H200, V5E, marks

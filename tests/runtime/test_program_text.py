@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.runtime.program_text import Program, array_bytes
+from jpaged.runtime.prediction.program_text import Program, array_bytes
 
 TEXT = """HloModule jit_f
 

@@ -9,9 +9,9 @@ import pytest
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, QKNorm
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.output_programs import PoolShape, SampleShape, ScoreShape
-from jpaged.runtime.programs import (
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
+from jpaged.runtime.step.programs import (
     MAX_PROGRAMS,
     MAX_STEP_PROGRAMS,
     ProgramTable,

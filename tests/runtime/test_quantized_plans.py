@@ -8,7 +8,8 @@ from jpaged import cli
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading.described import describe
-from jpaged.runtime import memory, targets
+from jpaged.runtime import targets
+from jpaged.runtime.memory import plan as memory
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -12,11 +12,18 @@ from jpaged import planning
 from jpaged.collectives import Link, collective_seconds
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.spec import DecoderSpec, Experts, QKNorm, Rope, param_shapes
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.program_text import Program
-from jpaged.runtime.roofline import KERNEL_SECONDS, Load, collective_costs, experts_read, least_bytes, predict
+from jpaged.runtime.prediction.program_text import Program
+from jpaged.runtime.prediction.roofline import (
+    KERNEL_SECONDS,
+    Load,
+    collective_costs,
+    experts_read,
+    least_bytes,
+    predict,
+)
+from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.targets import TARGETS, Target
 from tests.support.deviceless import H200, V5E, marks
 

@@ -12,11 +12,11 @@ import pytest
 from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import Rope
-from jpaged.runtime import compile_cache
 from jpaged.runtime import runner as runner_module
-from jpaged.runtime.batch import ForwardShape, block_updates
-from jpaged.runtime.output_programs import SampleShape
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step.batch import ForwardShape, block_updates
+from jpaged.runtime.step.output_programs import SampleShape
+from jpaged.runtime.store import cache as compile_cache
 from tests.support.random_decoder import BLOCK, CONFIG, SPEC, dense_continuation, random_params
 
 

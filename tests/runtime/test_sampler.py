@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, RowInit, SamplerVariant
-from jpaged.runtime import sampler, vocab_search
-from jpaged.runtime.sampler import SamplerOptions
+from jpaged.runtime.sampling import sampler, vocab_search
+from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import row_values
 
 VOCAB = 1200  # not a multiple of the CDF's block

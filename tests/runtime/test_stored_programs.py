@@ -17,11 +17,11 @@ from jpaged.config import EngineConfig
 from jpaged.models import decoder
 from jpaged.models.spec import WeightLayout, param_shapes
 from jpaged.params.logits_processors import logits_processors
-from jpaged.runtime import stored_programs
-from jpaged.runtime.blueprint import Blueprint, FittedBuild, ServedModel
-from jpaged.runtime.compile_cache import CacheCounter, persistent_cache
+from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.stored_programs import ProgramStore, compile_program
+from jpaged.runtime.store import stored_programs
+from jpaged.runtime.store.cache import CacheCounter, persistent_cache
+from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import cpu_kernels
 from tests.support.tiny_engine import SPECS, bits, make_engine, make_runner, run
 

@@ -6,11 +6,11 @@ import pytest
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
-from jpaged.runtime.output_programs import SampleShape, compile_output
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.program_text import Program
-from jpaged.runtime.sampler import SamplerOptions
+from jpaged.runtime.prediction.program_text import Program
+from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import StateSizes, state_shapes
+from jpaged.runtime.step.output_programs import SampleShape, compile_output
 from tests.support.deviceless import V5E, marks
 
 pytestmark = [pytest.mark.codegen, *marks(V5E)]

@@ -13,10 +13,10 @@ from jpaged import planning
 from jpaged.models.families import spec_of
 from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.spec import param_shapes
-from jpaged.runtime import memory
-from jpaged.runtime.batch import ForwardShape
-from jpaged.runtime.blueprint import Blueprint, ServedModel
+from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
+from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.placement import Placement
+from jpaged.runtime.step.batch import ForwardShape
 from pallas_kernels import QuantizedWeight
 from tests.support.deviceless import V5E, compile_for_v5e, marks
 from tests.support.published_configs import LLAMA, QWEN_MOE

@@ -32,9 +32,9 @@ from jpaged.outputs import RequestMetrics
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import SamplingParams
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.row_extras import ExtrasUploader
-from jpaged.runtime.sampler import SamplerOptions, sample_tokens
+from jpaged.runtime.sampling.sampler import SamplerOptions, sample_tokens
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
+from jpaged.runtime.step.row_extras import ExtrasUploader
 from tests.sampling.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
 from tests.support.covering import all_pairs
 

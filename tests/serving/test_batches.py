@@ -15,12 +15,13 @@ import pytest
 from openai.types import Batch, FileObject
 
 from jpaged.errors import RequestError
-from jpaged.serving import batch_files, batch_jobs, file_store
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.batch_run import run_requests
-from jpaged.serving.file_store import FileLimits, FileStore
-from jpaged.serving.generation import Server
+from jpaged.serving.files import batch_files, batch_jobs
+from jpaged.serving.files import store as file_store
+from jpaged.serving.files.batch_run import run_requests
+from jpaged.serving.files.store import FileLimits, FileStore
+from jpaged.serving.openai_api.generation import Server
 from tests.serving.http_client import error_of, strict, wait_for
 from tests.support.http_server import running
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from jpaged.serving import ignored_fields
+from jpaged.serving.schemas import ignored_fields
 from tests.serving.chat_requests import chat, chunks, refused
 from tests.serving.http_client import CHAT, error_of, post, strict
 from tests.serving.tool_definitions import OFFERED

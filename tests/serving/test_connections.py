@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from jpaged.serving.address import address_key
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.connection import ConnectionLimits
-from jpaged.serving.generation import Server
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.web.address import address_key
+from jpaged.serving.web.connection import ConnectionLimits
 from tests.serving import fake_engine
 from tests.serving.http_client import wait_for
 from tests.serving.request_bodies import BODIES, STREAMS, at_most, request_bytes

@@ -5,7 +5,7 @@ import json
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jpaged.serving.custom_input import CustomInput
+from jpaged.serving.openai_api.custom_input import CustomInput
 from tests.serving.chat_requests import chat, chunks, refused
 from tests.serving.http_client import CHAT, post
 from tests.serving.tool_definitions import OFFERED

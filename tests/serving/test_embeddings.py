@@ -9,7 +9,7 @@ import pytest
 
 from jpaged import LLM, PoolingParams, RequestError
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.serving import pooled, routes_embeddings
+from jpaged.serving.openai_api import pooled, routes_embeddings
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
 from tests.serving.pooling_server import OPTIONS, served, third

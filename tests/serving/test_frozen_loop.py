@@ -17,11 +17,11 @@ import pytest
 from starlette.datastructures import Address
 
 from jpaged.errors import CapacityError, RequestError
-from jpaged.serving import body, body_process
 from jpaged.serving.application import create_app
-from jpaged.serving.error_responses import ClientDisconnected
-from jpaged.serving.generation import Server
-from jpaged.serving.request_schema import CompletionRequest
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.schemas.requests import CompletionRequest
+from jpaged.serving.web import body, body_process
+from jpaged.serving.web.error_responses import ClientDisconnected
 from tests.serving import fake_engine
 from tests.serving.hostile_bodies import FAST, many_bodies, path_of
 from tests.serving.loop_stall import MAX_STALL, ask
@@ -195,7 +195,7 @@ def test_the_child_process_imports_nothing_from_the_current_folder(monkeypatch, 
 
 
 def test_the_child_process_imports_no_jax():
-    code = "import sys, jpaged.serving.body_worker, jpaged.serving.body; assert 'jax' not in sys.modules"
+    code = "import sys, jpaged.serving.web.body_worker, jpaged.serving.web.body; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

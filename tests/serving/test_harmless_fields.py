@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from jpaged.serving import generation
+from jpaged.serving.openai_api import generation
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PATHS = {

@@ -6,10 +6,10 @@ import time
 import msgspec
 
 from jpaged.outputs import Logprob
-from jpaged.serving.json_pieces import ITEMS, JSONPieces, Pieces, encode, list_pieces, plain_pieces
-from jpaged.serving.logprob_shapes import chat_logprob_pieces, chat_logprobs, completion_logprob_pieces
-from jpaged.serving.logprob_shapes import completion_logprobs as in_one
-from jpaged.serving.response_schema import ChatLogprobs, CompletionLogprobs
+from jpaged.serving.openai_api.logprob_shapes import chat_logprob_pieces, chat_logprobs, completion_logprob_pieces
+from jpaged.serving.openai_api.logprob_shapes import completion_logprobs as in_one
+from jpaged.serving.schemas.answers import ChatLogprobs, CompletionLogprobs
+from jpaged.serving.web.json_pieces import ITEMS, JSONPieces, Pieces, encode, list_pieces, plain_pieces
 
 
 def entries(count: int, top: int) -> list[dict[int, Logprob]]:

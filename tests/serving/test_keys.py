@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jpaged import RequestError, cli
-from jpaged.cli.serve_access import AccessFlags
-from jpaged.serving.auth import RequireKey
-from jpaged.serving.keys import ADMIN_VARIABLES, API_VARIABLES, read_keys
-from jpaged.serving.process import AddressError, take_unix_socket
+from jpaged.cli.flags.access import AccessFlags
+from jpaged.serving.web.auth import RequireKey
+from jpaged.serving.web.keys import ADMIN_VARIABLES, API_VARIABLES, read_keys
+from jpaged.serving.web.process import AddressError, take_unix_socket
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
         compared.append((a, b))
         return a == b
 
-    monkeypatch.setattr("jpaged.serving.auth.hmac.compare_digest", compare)
+    monkeypatch.setattr("jpaged.serving.web.auth.hmac.compare_digest", compare)
     passed: list[dict] = []
 
     async def app(scope: dict, *_: object) -> None:

@@ -19,7 +19,7 @@ from jpaged.load_client.figures import details, figures_of, parse_goodput
 from jpaged.load_client.run import Run, Target, send_all
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
+from jpaged.serving.openai_api.generation import Server
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
@@ -113,7 +113,8 @@ def serve(capsys, url: str, *args: str) -> tuple[int, str, str]:
 @pytest.fixture
 def ids_below_256(monkeypatch):
     """The fake engine has 256 tokens, the demo model's tokenizer more."""
-    monkeypatch.setattr("jpaged.cli.workloads.random_ids", lambda rng, count, _: rng.integers(97, 123, count).tolist())
+    random_ids = "jpaged.cli.bench.workloads.random_ids"
+    monkeypatch.setattr(random_ids, lambda rng, count, _: rng.integers(97, 123, count).tolist())
 
 
 @pytest.mark.usefixtures("ids_below_256")

@@ -5,7 +5,7 @@ import logging
 
 import httpx
 
-from jpaged.serving.stats_log import StatsLog, log_stats
+from jpaged.serving.admin.stats_log import StatsLog, log_stats
 
 
 def test_an_interval_with_work_is_one_line(engine, caplog):

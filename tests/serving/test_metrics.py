@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 
 from jpaged.engine.engine import EngineOptions
 from jpaged.errors import RequestError
+from jpaged.serving.admin.metrics import METHODS
+from jpaged.serving.admin.routes_metrics import metrics_app
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
-from jpaged.serving.metrics import METHODS
-from jpaged.serving.routes_metrics import metrics_app
+from jpaged.serving.openai_api.generation import Server
 from tests.engine.fake_runner import FakeRunner
 from tests.serving.served_runner import async_engine, served
 from tests.support.http_server import running
@@ -165,9 +165,9 @@ import sys
 sys.path[:0] = [sys.argv[1]]
 import fake_engine
 from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
-from jpaged.serving.process import MetricsPort, serve, take_address
-from jpaged.serving.routes_metrics import metrics_app
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.web.process import MetricsPort, serve, take_address
+from jpaged.serving.admin.routes_metrics import metrics_app
 
 app = create_app(Server(engine=fake_engine.FakeEngine(), model_names=("echo",)))
 own = MetricsPort(metrics_app(app.state.metrics), take_address("127.0.0.1", 0, "--metrics-port"))

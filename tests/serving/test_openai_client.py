@@ -11,7 +11,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jpaged.params.sampling import RepetitionDetectionParams
-from jpaged.serving.request_schema import SAMPLING_FIELDS
+from jpaged.serving.schemas.requests import SAMPLING_FIELDS
 from tests.serving.http_client import CHAT, events, post, strict, strict_chunk
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.errors import CapacityError
-from jpaged.serving.error_responses import APIError
-from jpaged.serving.responses_store import ResponseStore, StoredResponse
+from jpaged.serving.responses.store import ResponseStore, StoredResponse
+from jpaged.serving.web.error_responses import APIError
 
 
 def response(size: int) -> StoredResponse:

@@ -11,10 +11,10 @@ import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 
 from jpaged.chat.turn import ChatFormats
-from jpaged.serving import routes_responses
 from jpaged.serving.application import create_app
-from jpaged.serving.auth import RequireKey
-from jpaged.serving.generation import Server
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.responses import routes as routes_responses
+from jpaged.serving.web.auth import RequireKey
 from tests.serving.http_client import post, strict, until_stopped, wait_for
 from tests.serving.request_bodies import request_bytes
 from tests.serving.tool_definitions import TEMPLATES

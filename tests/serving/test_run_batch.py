@@ -14,14 +14,14 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from jpaged import cli
-from jpaged.cli.flags import read_text
+from jpaged.cli.flags.engine import read_text
 from jpaged.errors import RequestError
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.batch_files import BatchFileError, BatchResult, check_requests, open_results, read_requests
-from jpaged.serving.batch_run import answer, run_requests
-from jpaged.serving.generation import Server
-from jpaged.serving.keys import read_key_file
+from jpaged.serving.files.batch_files import BatchFileError, BatchResult, check_requests, open_results, read_requests
+from jpaged.serving.files.batch_run import answer, run_requests
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.web.keys import read_key_file
 
 URL = "/v1/completions"
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from jpaged.errors import JPagedError
-from jpaged.serving.process import CLOSE_SECONDS, AddressError, _announce, _url, take_address
+from jpaged.serving.web.process import CLOSE_SECONDS, AddressError, _announce, _url, take_address
 
 MESSAGE = {"role": "user", "content": "a"}
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -25,8 +25,8 @@ sys.path[:0] = [sys.argv[1]]
 import fake_engine
 import jpaged
 from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
-from jpaged.serving.process import serve, take_address, take_unix_socket
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.web.process import serve, take_address, take_unix_socket
 
 
 class Stuck(fake_engine.FakeEngine):

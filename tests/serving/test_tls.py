@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from jpaged import RequestError, cli
-from jpaged.cli.bench_serve import BenchServe
-from jpaged.cli.server_tls import ServerTlsFlags
+from jpaged.cli.bench.serve import BenchServe
+from jpaged.cli.flags.client_tls import ServerTlsFlags
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
-from jpaged.serving.tls import TlsOptions
+from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.web.tls import TlsOptions
 from tests.support.http_server import running
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")

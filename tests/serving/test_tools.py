@@ -11,9 +11,9 @@ from jpaged.answers.formats import FORMATS
 from jpaged.answers.parser import AnswerReader
 from jpaged.chat.turn import ChatFormats
 from jpaged.serving.application import create_app
-from jpaged.serving.chat_answers import ChatAnswers
-from jpaged.serving.chat_tools import ChatTools
-from jpaged.serving.generation import Server
+from jpaged.serving.openai_api.chat_answers import ChatAnswers
+from jpaged.serving.openai_api.chat_tools import ChatTools
+from jpaged.serving.openai_api.generation import Server
 from tests.serving.http_client import events, strict
 from tests.serving.tool_definitions import OFFERED, PARAMETERS, TEMPLATES
 from tests.support.tool_calls import RECORDED, reader

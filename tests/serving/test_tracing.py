@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from jpaged.errors import RequestError
+from jpaged.serving.admin.tracing import RequestTracer, traced
 from jpaged.serving.application import create_app
-from jpaged.serving.generation import Server
-from jpaged.serving.tracing import RequestTracer, traced
+from jpaged.serving.openai_api.generation import Server
 from tests.engine.fake_runner import FakeRunner
 from tests.serving.http_client import wait_for
 from tests.serving.served_runner import async_engine
@@ -142,7 +142,7 @@ def test_the_endpoint_must_be_a_url(url):
 
 def test_nothing_is_imported_without_the_flag():
     script = (
-        "import sys, jpaged.serving.application, jpaged.serving.tracing, jpaged.cli.serve; "
+        "import sys, jpaged.serving.application, jpaged.serving.admin.tracing, jpaged.cli.serve; "
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

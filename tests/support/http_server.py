@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from jpaged.serving.connection import ConnectionLimits, bounded_connection
+from jpaged.serving.web.connection import ConnectionLimits, bounded_connection
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from unittest import mock
 
 import jax
 
-from jpaged.runtime import blueprint
+from jpaged.runtime.compile import blueprint
 from tests.recording.costs import recorder
 
 CAPACITY = 48  # programs: those of about eight engines

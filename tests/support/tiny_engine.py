@@ -17,7 +17,7 @@ from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.quantization import Quantizer
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
-from jpaged.runtime import blueprint
+from jpaged.runtime.compile import blueprint
 from jpaged.runtime.runner import ModelRunner
 
 VOCAB_SIZE = 256

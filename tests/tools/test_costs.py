@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from jpaged.runtime.background import THREAD_NAME
+from jpaged.runtime.compile.background import THREAD_NAME
 from tests.recording.costs import Recorder
 
 pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it

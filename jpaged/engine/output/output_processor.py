@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable
 
-from jpaged.engine.engine_metrics import EngineMetrics
+from jpaged.engine.observe.engine_metrics import EngineMetrics
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep

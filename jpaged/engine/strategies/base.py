@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jpaged.engine.engine_metrics import AnswerEnd
-from jpaged.engine.engine_stats import EngineCounters
+from jpaged.engine.observe.engine_metrics import AnswerEnd
+from jpaged.engine.observe.engine_stats import EngineCounters
 from jpaged.engine.output.answer_writer import AnswerWriter
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduling.scheduler import Scheduler

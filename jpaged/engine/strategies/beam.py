@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from jpaged.engine.engine_metrics import AnswerEnd
+from jpaged.engine.observe.engine_metrics import AnswerEnd
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.answer_writer import stop_reason
 from jpaged.engine.request import Request, RequestStatus

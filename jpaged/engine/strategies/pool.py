@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jpaged.engine.engine_metrics import AnswerEnd
+from jpaged.engine.observe.engine_metrics import AnswerEnd
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.step_plan import StepResult
 from jpaged.engine.strategies.base import CollectedStep, Output, Strategy

@@ -8,7 +8,7 @@ them. The next step computes them like a chunk of a prompt.
 
 from typing import TYPE_CHECKING
 
-from jpaged.engine.engine_metrics import AnswerEnd
+from jpaged.engine.observe.engine_metrics import AnswerEnd
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.strategies.base import (
     CollectedStep,

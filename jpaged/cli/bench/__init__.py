@@ -1,0 +1,1 @@
+"""`jpaged bench`: one module for each benchmark, and the workloads that they share."""

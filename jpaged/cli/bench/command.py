@@ -1,0 +1,35 @@
+"""`jpaged bench`: measures the engine on this machine, with the workloads and figures of vLLM's benchmarks.
+
+`serve` measures a running server, `quality` the model.
+"""
+
+import dataclasses
+from typing import Annotated
+
+import tyro
+
+from jpaged.cli.bench.latency import Latency
+from jpaged.cli.bench.quality import QualityCommand
+from jpaged.cli.bench.serve import BenchServe
+from jpaged.cli.bench.startup import Startup
+from jpaged.cli.bench.steps import Steps
+from jpaged.cli.bench.throughput import Throughput
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measure a running server, the throughput of many requests, the latency of a batch, steps, a start, or quality."""
+
+    command: Annotated[
+        Annotated[BenchServe, tyro.conf.subcommand("serve")]
+        | Annotated[Throughput, tyro.conf.subcommand("throughput")]
+        | Annotated[Latency, tyro.conf.subcommand("latency")]
+        | Annotated[Steps, tyro.conf.subcommand("steps")]
+        | Annotated[QualityCommand, tyro.conf.subcommand("quality")]
+        | Annotated[Startup, tyro.conf.subcommand("startup")],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> int:
+        """Run the chosen measurement."""
+        return self.command.run()

@@ -1,0 +1,462 @@
+"""Start-up as a chain: blueprint -> fitted build -> runner (`runner.ModelRunner`).
+
+1. `Blueprint.draw` decides sizes, shapes and the attention implementation from model, options and device. It knows
+   nothing of memory.
+2. `Blueprint.fit` sizes the KV pool and returns a `FittedBuild`, which knows every array's shape and compiles programs.
+3. The runner is made from the fitted build and the weights.
+
+`jpaged plan` uses the same chain up to the fitted build. So the plan compiles the program that the engine runs.
+"""
+
+import dataclasses
+import functools
+import logging
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import ModelLoadError, first_line
+from jpaged.models.kv_scales import KVScales
+from jpaged.models.quantization import quantized_parts
+from jpaged.models.sharding import local_shapes, local_spec
+from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
+from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.phases import phase
+from jpaged.runtime.jax_settings import pinned
+from jpaged.runtime.kv_format import KVFormat
+from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.estimate import estimate_temporaries
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.sampling.sampler import SamplerOptions
+from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.block_moves import host_slots
+from jpaged.runtime.step.feed_forward import checked_implementation, named_implementation
+from jpaged.runtime.step.forward import compile_forward, upload_row
+from jpaged.runtime.step.output_programs import PoolShape, SampleShape, compile_output
+from jpaged.runtime.step.programs import (
+    DECODE,
+    MIXED,
+    POOL,
+    ProgramTable,
+    Shape,
+    bucket_shapes,
+    kind_of,
+    size,
+    temp_bytes,
+)
+from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
+from pallas_kernels import self_check
+from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, usable_implementations
+from pallas_kernels.platforms import nvidia_capability
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A model as an engine runs it, without the values of its weights."""
+
+    spec: DecoderSpec
+    params: Params  # arrays or ShapeDtypeStructs
+    layout: WeightLayout = WeightLayout()
+    masked: bool = False  # a mask of the tokenizer's token ids limits what is sampled
+    kv_scales: KVScales | None = None  # of the checkpoint, for fp8 pages; None: 1.0
+    processors: tuple[LogitsProcessor, ...] = ()
+    stage: Stage = ALONE  # `params` are those of this pipeline stage; `spec` is the whole model's
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """Sizes and shapes of an engine, before memory is known. Make it with `draw`."""
+
+    model: ServedModel  # its params are ShapeDtypeStructs
+    config: EngineConfig
+    placement: Placement
+    limits: memory.Limits  # `fit` may lower max_model_len
+    implementation: str    # of attention
+    kv_format: KVFormat
+    gated_dot: str | None = None  # implementation; None: the tuning table chooses, for each program
+
+    @classmethod
+    def draw(cls, model: ServedModel, config: EngineConfig, placement: Placement) -> "Blueprint":
+        """Choose values for options that the caller left at None.
+
+        Raises ModelLoadError for an option that does not fit the model or the device.
+        """
+        kv_format = KVFormat.choose(
+            model.spec, config.kv_cache_dtype, _dtype(model), placement.device, model.kv_scales
+        )
+        _check_activations(config.quantized_activations, model.params, placement.device)
+        if placement.platform == "cpu":
+            compile_ahead(_kernels(model))
+        limits = memory.decide_limits(model.spec, config, placement.platform)
+        custom = sum(len(processor.parameters) for processor in model.processors)
+        limits = dataclasses.replace(limits, custom=custom, samples=model.stage.is_last)
+        if model.stage is not ALONE:
+            limits = dataclasses.replace(limits, kv_groups=limits.kv_groups.of_layers(model.stage.layers))
+            kv_format = kv_format.of_layers(model.stage.layers)
+        here = local_spec(model.spec, placement.shards)
+        call = _attention_call(here, _dtype(model), limits, kv_format)
+        implementation = _implementation(config, call, placement)
+        params = local_shapes(model.params)
+        gated_dot = named_implementation(config, here, params, model.layout, placement.device)
+        model = dataclasses.replace(model, params=placement.shapes_of(model.params))
+        return cls(model, config, placement, limits, implementation, kv_format, gated_dot)
+
+    @property
+    def local_spec(self) -> DecoderSpec:
+        """The part of the model that one device has."""
+        return local_spec(self.model.spec, self.placement.shards)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the weights and the hidden states."""
+        return _dtype(self.model)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Most log-probabilities that the programs return for a token."""
+        most, vocab_size = self.config.max_logprobs, self.model.spec.vocab_size
+        return vocab_size if most < 0 else min(most, vocab_size)
+
+    @property
+    def sampler_options(self) -> SamplerOptions:
+        """Options of every `sample` and `score` program."""
+        rows = 8 if self.placement.platform == "cpu" else 64
+        return SamplerOptions(
+            self.num_logprobs, self.config.logprobs_mode, self.model.processors, rows_per_search=rows,
+            fixed_sums=self.placement.shards.parts > 1,
+        )  # fmt: skip
+
+    @property
+    def mask_shape(self) -> jax.ShapeDtypeStruct | None:
+        """Mask of the tokenizer's token ids, bool[vocab]; None = every id may be sampled."""
+        return self.placement.shape((self.model.spec.vocab_size,), np.bool_) if self.model.masked else None
+
+    @property
+    def program_shapes(self) -> list[Shape]:
+        """Shapes of the program table."""
+        limits, config = self.limits, self.config
+        shapes = bucket_shapes(
+            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
+            block_size=limits.block_size, num_kv_groups=len(limits.kv_groups.windows), smallest=limits.smallest_bucket,
+            row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=self.model.spec.pools,
+            context=self.placement.shards.context,
+        )  # fmt: skip
+        return [shape for shape in shapes if self.model.stage.is_last or isinstance(shape, ForwardShape)]
+
+    @property
+    def pairs_of_token(self) -> int:
+        """Pairs of a token and an expert that the forward programs count for each token; 0: they count none."""
+        spec, layers = self.model.spec, self.model.params["layers"]
+        if spec.experts is None or not self.placement.shards.splits_experts:
+            return 0
+        return spec.experts.per_token * sum("router" in leaves for leaves in layers)
+
+    @property
+    def largest_shapes(self) -> tuple[ForwardShape | SampleShape | PoolShape, ...]:
+        """The programs with the largest temporaries: most tokens, and most rows with the most complete sampler."""
+        shapes = self.program_shapes
+        forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
+        samplers = [shape for shape in shapes if isinstance(shape, SampleShape)]
+        poolers = [shape for shape in shapes if isinstance(shape, PoolShape)]
+        forward = max(forwards, key=lambda shape: (shape.tokens, not shape.is_decode))
+        if poolers:
+            return forward, max(poolers, key=lambda shape: shape.rows)
+        if not samplers:  # a pipeline stage that is not the last
+            return (forward,)
+        return forward, max(samplers, key=lambda shape: (shape.rows, shape.variant))
+
+    @property
+    def first_shapes(self) -> list[Shape]:
+        """Programs that an engine cannot start without: the largest that compute, and that sample greedily or pool."""
+        needed = (DECODE, MIXED, SamplerVariant.GREEDY.name, POOL)
+        largest = {kind_of(shape): shape for shape in sorted(self.program_shapes, key=size)}
+        return [largest[kind] for kind in needed if kind in largest]
+
+    def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> "FittedBuild":
+        """Size the KV pool: see `memory.fit` for arguments and errors."""
+        plan = memory.fit(
+            self.local_spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
+            weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
+            temp_bytes=temp_bytes, free_bytes=free_bytes,
+        )  # fmt: skip
+        return FittedBuild(self, plan)
+
+    def fit_device(self, cache_folder: pathlib.Path | None) -> "FittedBuild":
+        """Size the KV pool by the free memory of the devices, which hold the weights already.
+
+        On an accelerator this compiles the programs with the largest temporaries. The pool keeps the size of an earlier
+        start if that still fits (`memory.remembered_blocks`).
+        """
+        free = self._free_bytes()
+        if free is None:
+            kernels = _kernels(self.model)
+            # a stored program has no shardings
+            several = self.placement.mesh is not None or self.model.stage is not ALONE
+            store = None if several else ProgramStore.open(cache_folder, self.placement.platform, kernels)
+            return dataclasses.replace(self.fit(), store=store)
+        build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
+        key = f"{self.placement.device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
+        blocks = memory.remembered_blocks(cache_folder, key, build.memory_plan.num_blocks)
+        return build.with_blocks(self.placement.least(max(blocks, build.limits.blocks_per_request)))
+
+    def _free_bytes(self) -> int | None:
+        """Free bytes of the fullest device of all processes: their programs have one shape. None on CPU."""
+        each = [memory.free_device_bytes(device, self.config) for device in self.placement.own_devices]
+        known = [free for free in each if free is not None]
+        return self.placement.least(min(known)) if len(known) == len(each) else None
+
+    def check_memory(self) -> None:
+        """Raise ModelLoadError if the devices' free memory cannot serve the model. The weights are not on them yet."""
+        host_slots(self.config.swap_space, self.block_bytes)
+        free = self._free_bytes()
+        weights = memory.tree_bytes(self.model.params)
+        self.fit(free_bytes=None if free is None else max(0, free - weights))
+
+    @property
+    def has_unchecked_attention(self) -> bool:
+        """Whether attention must be compared with its reference: on an accelerator, and after compiling for this CPU.
+
+        Latent pages (spec.latent) have no kernel on accelerators.
+        """
+        if self.model.spec.latent is not None:
+            return False
+        return self.placement.platform != "cpu" or (self.implementation == "cpu" and cpu.is_new())
+
+    def with_checked_attention(self, device: jax.Device) -> "Blueprint":
+        """The blueprint with the first implementation of attention that agrees with its reference on this device.
+
+        An implementation that fails is logged as an error, and the next one in line is tried: smaller tiles, then XLA
+        operations. Raises ModelLoadError if the caller named the implementation, or if none is right.
+        """
+        named, failures = self.config.attention_implementation, []
+        call = _attention_call(self.local_spec, self.dtype, self.limits, self.kv_format)
+        names = (named,) if named else usable_implementations(self.placement.device, *call)
+        if names == ("xla",) and self.placement.platform == "gpu":
+            refused = IMPLEMENTATIONS["triton"].refuse(self.placement.device, *call)
+            logger.warning("attention runs without kernels, which is slow: %s", refused)
+        for name in names:
+            attempt = dataclasses.replace(self, implementation=name)
+            try:
+                attempt.check_attention(device)
+            except Exception as error:  # wrong results, or a kernel that does not compile or run on this device
+                if name == "cpu":
+                    cpu.discard()
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                failures.append(f"{name}: {reason}")
+                if named:
+                    raise ModelLoadError(
+                        f"attention_implementation={name!r} does not work on {device.device_kind}: "
+                        f"{reason}; leave it out to try others"
+                    ) from error
+                logger.error(
+                    "attention %r does not work on %s, so another implementation is tried: %s. `jpaged report` writes "
+                    "what is needed to find out why", name, device.device_kind, reason,
+                )  # fmt: skip
+            else:
+                if failures:
+                    logger.warning("attention %r is used instead. It is slower", name)
+                return attempt
+        raise ModelLoadError(
+            f"no implementation of attention works on {device.device_kind}: {'; '.join(failures)}. `jpaged report` "
+            "writes what is needed to find out why"
+        )
+
+    def with_checked_gated_dot(self, device: jax.Device) -> "Blueprint":
+        """The blueprint with an implementation of `gated_dot` that works on this device: `checked_implementation`."""
+        model, shapes = self.model, self.program_shapes
+        tokens = [shape.tokens for shape in shapes if isinstance(shape, ForwardShape)]
+        params = local_shapes(model.params)
+        name = checked_implementation(self.gated_dot, self.local_spec, params, model.layout, tokens, device)
+        return dataclasses.replace(self, gated_dot=name)
+
+    def check_attention(self, device: jax.Device) -> None:
+        """Compare attention with its reference. Raises KernelCheckError if the kernels are wrong on this device."""
+        spec, largest = self.local_spec, 0.0
+        for window in dict.fromkeys(spec.windows):
+            errors = self_check(
+                q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+                block_size=self.limits.block_size, dtype=self.dtype, kv_dtype=self.kv_format.dtype,
+                sliding_window=window,
+                logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
+                implementation=self.implementation, device=device,
+            )  # fmt: skip
+            largest = max(largest, *errors.values())
+        logger.info("attention %r agrees with its reference: largest difference %.2g", self.implementation, largest)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        return memory.block_bytes(self.local_spec, self.limits, self.kv_format, self.placement.platform)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the device state without the pages."""
+        return memory.table_bytes(self.model.spec, self.limits, self.dtype)
+
+    def with_blocks(self, num_blocks: int) -> "FittedBuild":
+        """A build with a pool of `num_blocks` blocks, whether or not they fit into memory."""
+        weights = memory.tree_bytes(self.model.params)
+        plan = memory.MemoryPlan(self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes)
+        return FittedBuild(self, plan)
+
+    def largest_temporaries(self, free_bytes: int | None) -> tuple[Shape, int]:
+        """The program with the most temporaries, and their bytes: compiled with a pool of about the final size.
+
+        The temporaries depend on the pool. For Llama 3.1 8B on an H200 (deviceless), XLA kept one copy of the logits
+        less over 2,048 blocks than over 8,192: 427 and 559 MB. free_bytes: see `memory.fit`.
+        """
+        if free_bytes is not None:
+            free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - self.table_bytes)
+        pool = memory.pool_bytes(self.config, self.limits, self.block_bytes, free_bytes)
+        page = self.kv_format.page_shapes(self.local_spec, self.limits.block_size)
+        build = self.with_blocks(max(1, page.addressable(memory.round_down(pool // self.block_bytes))))
+        sizes = [(shape, temp_bytes(build.compile(shape))) for shape in self.largest_shapes]
+        return max(sizes, key=lambda size: size[1])
+
+
+def with_one_pool(builds: Sequence["FittedBuild"]) -> list["FittedBuild"]:
+    """Builds of pipeline stages with the same number of blocks and the same max_model_len: the smallest of theirs."""
+    blocks = min(build.memory_plan.num_blocks for build in builds)
+    length = min(build.limits.max_model_len for build in builds)
+    limits = [dataclasses.replace(build.limits, max_model_len=length) for build in builds]
+    return [
+        dataclasses.replace(build, memory_plan=dataclasses.replace(build.memory_plan, num_blocks=blocks, limits=of_one))
+        for build, of_one in zip(builds, limits, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedBuild:
+    """A blueprint with a memory plan: the shape of every array is known. Make it with `Blueprint.fit`."""
+
+    blueprint: Blueprint
+    memory_plan: memory.MemoryPlan
+    store: ProgramStore | None = None  # of the step programs; None: every start traces them
+
+    @property
+    def limits(self) -> memory.Limits:
+        """Sizes of the engine, as they fit."""
+        return self.memory_plan.limits
+
+    def with_blocks(self, num_blocks: int) -> "FittedBuild":
+        """The same build with another size of the pool."""
+        return dataclasses.replace(self, memory_plan=dataclasses.replace(self.memory_plan, num_blocks=num_blocks))
+
+    def state_shapes(self) -> DeviceState:
+        """The device state as ShapeDtypeStructs."""
+        blueprint, sizes = self.blueprint, self.limits.state_sizes(self.memory_plan.num_blocks)
+        return state_shapes(
+            blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype, kv_format=blueprint.kv_format,
+            placement=blueprint.placement,
+        )  # fmt: skip
+
+    def create_state(self) -> DeviceState:
+        """Allocate the device state."""
+        blueprint, sizes = self.blueprint, self.limits.state_sizes(self.memory_plan.num_blocks)
+        with pinned(), phase("KV pool"):  # another thread may call this
+            return create_state(
+                blueprint.model.spec, self.limits.kv_groups, sizes, dtype=blueprint.dtype,
+                kv_format=blueprint.kv_format, placement=blueprint.placement,
+            )  # fmt: skip
+
+    def compile(self, shape: Shape) -> jax.stages.Compiled:
+        """Compile one program of the table: see `compile_forward` and `compile_output`."""
+        blueprint, model, state = self.blueprint, self.blueprint.model, self.state_shapes()
+        with pinned():  # settings belong to a thread, and programs compile in several
+            if isinstance(shape, ForwardShape):
+                return compile_forward(
+                    model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
+                    implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
+                    placement=blueprint.placement, store=self.store, stage=model.stage,
+                )  # fmt: skip
+            return compile_output(
+                model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
+                options=blueprint.sampler_options, placement=blueprint.placement, store=self.store,
+            )  # fmt: skip
+
+    def compile_table(self, *, progress: bool, first_only: bool = False) -> ProgramTable:
+        """Compile the program table. progress: show a bar. first_only: the remaining programs will be added later."""
+        shapes = self.blueprint.program_shapes
+        first = self.blueprint.first_shapes if first_only else shapes
+        missing = [shape for shape in shapes if shape not in first]
+        return ProgramTable.compile(first, self.compile, progress=progress, missing=missing)
+
+    def compile_upload_row(self) -> jax.stages.Compiled:
+        """Compile `upload_row`."""
+        state = self.state_shapes()
+        row = self.blueprint.placement.shape((1 + state.blocks.shape[1],), np.int32)
+        call = functools.partial(upload_row)
+        return compile_program(call, (state, row), donate=(0,), out_shardings=formats(state), store=self.store)
+
+
+def _dtype(model: ServedModel) -> np.dtype:
+    params = model.params
+    return (params["embed"] if "embed" in params else params["layers"][0]["o"]).dtype  # not every stage embeds
+
+
+def _kernels(model: ServedModel) -> tuple[str, ...]:
+    """Modules of the native kernels that a model's programs may call on CPU."""
+    quantized = any(weight.layout == "tiles" for weight in quantized_parts(model.params))
+    return kernels_of_model(quantized=quantized, experts=model.spec.experts is not None)
+
+
+def _check_activations(name: str, params: Any, device: Any) -> None:
+    """Raise ModelLoadError if no product of the model rounds activations as the option says, or the device cannot."""
+    if name not in ("int8", "fp8"):
+        return
+    if not any(weight.activations == name for weight in quantized_parts(params)):
+        usable = {
+            "int8": "in 8 bits without zero points, or on CPU in 4 or 8 bits, to multiply with such activations: use a "
+            "w8a8 checkpoint or quantization='w8a8'",
+            "fp8": "in fp8 to multiply them with: use a checkpoint in fp8 or quantization='fp8'",
+        }
+        raise ModelLoadError(
+            f"quantized_activations={name!r}: the model has no weights {usable[name]}, or leave it at auto"
+        )
+    if name == "int8":
+        return
+    capability = nvidia_capability(device)
+    if device.platform == "gpu" and (capability is None or capability < (8, 9)):
+        has = "is not from NVIDIA" if capability is None else f"has {'.'.join(map(str, capability))}"
+        raise ModelLoadError(
+            "quantized_activations='fp8' needs an NVIDIA card of compute capability 8.9 (Ada) or newer, and "
+            f"{device.device_kind} {has}: leave it at auto, which does not round activations"
+        )
+
+
+def _attention_call(
+    spec: DecoderSpec, dtype: np.dtype, limits: memory.Limits, kv_format: KVFormat
+) -> tuple[Any, ...]:
+    """Arguments of the largest call of attention, as shapes. spec: of the part of the model that one device has."""
+    q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype)
+    pages = kv_format.page_shapes(spec, limits.block_size)
+    tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
+    return q, pages, tables, limits.max_num_batched_tokens
+
+
+def _implementation(config: EngineConfig, call: tuple[Any, ...], placement: Placement) -> str:
+    """The attention implementation that the options name, or the default of the platform and the call."""
+    name = config.attention_implementation
+    if name is None:
+        return usable_implementations(placement.device, *call)[0]
+    if name not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ModelLoadError(f"attention_implementation={name!r}: must be one of {known}; leave it out for the default")
+    reason = IMPLEMENTATIONS[name].refuse(placement.device, *call)
+    if name in ("mosaic_gpu", "mosaic_prefill") and placement.device.platform == "cpu":
+        # `refuse` accepts a CPU for the kernels' tests, which switch on JAX's interpreter of Mosaic GPU
+        reason = "it is for NVIDIA's Hopper (compute capability 9), not for a CPU"
+    if reason is not None:
+        raise ModelLoadError(
+            f"attention_implementation={name!r} cannot serve this model here: {reason}; leave it out for the default"
+        )
+    return name

@@ -1,0 +1,74 @@
+"""Estimate the temporaries of a program without compiling it, for devices without an installed compiler.
+
+The estimate errs on the high side. A layer's intermediate results and the sampler's copies of the logits are never
+alive together, and layers reuse each other's buffers. The factors were fitted to compiled programs; docs/decisions.md
+has the ratios.
+"""
+
+from typing import TYPE_CHECKING
+
+from jpaged.models.experts import rows_per_block
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.output_programs import PoolShape, SampleShape
+
+if TYPE_CHECKING:
+    from jpaged.runtime.compile.blueprint import Blueprint
+    from jpaged.runtime.step.programs import Shape
+
+# float32 copies of the logits: the logits, the sampler's processed ones, and the sort of the most likely ones.
+LOGITS = {"gpu": 4.5, "tpu": 10.0, "cpu": 4.5}
+HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, normed, and in float32
+TILE_ROWS, KEYS = 16, 128  # of the XLA attention
+
+
+def estimate_temporaries(blueprint: "Blueprint") -> "tuple[Shape, int]":
+    """The program with the most temporaries, and their bytes."""
+    forward, *outputs = blueprint.largest_shapes
+    assert isinstance(forward, ForwardShape), "the first one"
+    hidden = HIDDEN * forward.tokens * blueprint.model.spec.hidden_size * blueprint.dtype.itemsize
+    layers = hidden + max(_feed_forward(blueprint, forward), _attention(blueprint, forward))
+    sizes: list[tuple[Shape, int]] = [(forward, layers)]
+    sizes += [(shape, _logits(blueprint, shape)) for shape in outputs if not isinstance(shape, ForwardShape)]
+    return max(sizes, key=lambda size: size[1])
+
+
+def _logits(blueprint: "Blueprint", shape: SampleShape | PoolShape) -> int:
+    """Logits of every row and the sampler's copies, or the vectors of a model that pools."""
+    spec = blueprint.model.spec
+    copies = 1 if isinstance(shape, PoolShape) else LOGITS[blueprint.placement.platform]
+    hidden = HIDDEN * shape.rows * spec.hidden_size * blueprint.dtype.itemsize
+    return hidden + int(copies * 4 * shape.rows * spec.output_size)
+
+
+def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
+    """Gate, up and their product, in the widest kind of layer."""
+    spec = blueprint.local_spec
+    width = 3 if spec.gated else 2
+    dense = 0
+    if spec.experts is None or not all(spec.experts.layers):
+        dense = shape.tokens * width * spec.intermediate_size
+    sparse = 0
+    if spec.experts is not None:
+        pairs = shape.tokens * spec.experts.per_token
+        rows = rows_per_block(shape.tokens, spec.experts)
+        padded = (pairs // rows + min(spec.experts.num, pairs)) * rows
+        sparse = padded * (width * spec.experts.intermediate_size + spec.hidden_size)
+        sparse += shape.tokens * width * spec.experts.shared_size
+    return max(dense, sparse) * blueprint.dtype.itemsize
+
+
+def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
+    """Queries, keys and values twice (before and after rope), and the keys and values that XLA's attention gathers."""
+    spec, item = blueprint.local_spec, blueprint.dtype.itemsize
+    v_dim = spec.page_v_dim or spec.head_dim
+    total = 2 * shape.tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * item
+    if not blueprint.implementation.startswith("xla"):
+        return total
+    tile = 1 if shape.is_decode else max(1, TILE_ROWS // spec.q_per_kv)
+    padded = max(TILE_ROWS, -(-spec.q_per_kv // 8) * 8)
+    tiles = -(-shape.tokens // tile) + min(shape.rows, shape.tokens)
+    at_once = min(tiles, TILE_ROWS) if blueprint.implementation == "xla_loop" else tiles
+    a_tile = spec.num_kv_heads * padded * (spec.head_dim * item + v_dim * item)
+    gathered = 3 * KEYS * (spec.head_dim + v_dim) * item // 2
+    softmax = padded * (3 * v_dim + 2 * KEYS) * 4
+    return total + tiles * a_tile + at_once * spec.num_kv_heads * (gathered + softmax)

@@ -1,0 +1,455 @@
+"""Limits of an engine, bytes of its parts, and the number of KV blocks that fit. Also used by `jpaged plan`."""
+
+import bisect
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jpaged.config import LOGPROBS_MODES, EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.kv_groups import KVGroups, group_layers, max_blocks
+from jpaged.models.sharding import local_shape
+from jpaged.models.spec import DecoderSpec, Params
+from jpaged.runtime import nvidia_devices
+from jpaged.runtime.jax_compat import backends_are_started
+from jpaged.runtime.kv_format import FP8, KVFormat
+from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
+from jpaged.runtime.step.programs import smallest_bucket
+from pallas_kernels import QuantizedWeight
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = 2**30  # most of the default KV pool on CPU, whose memory other programs need too
+MAX_LOGPROB_BYTES = 2**28  # of the ids and log-probabilities that a step returns to the host
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Sizes of an engine, with every default filled in."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_groups: KVGroups
+    smallest_bucket: int  # fewest tokens and rows of a program
+    custom: int = 0       # parameters of all custom logits processors
+    samples: bool = True  # False: for a pipeline stage without the `lm_head`
+
+    @property
+    def state_tokens(self) -> int:
+        """Capacity of `DeviceState.hidden`, in tokens: the largest token bucket."""
+        return max(self.max_num_batched_tokens, self.smallest_bucket)
+
+    @property
+    def program_rows(self) -> int:
+        """Largest row bucket of the program table."""
+        return max(self.max_num_seqs, self.smallest_bucket)
+
+    @property
+    def width(self) -> int:
+        """Entries of a block table: blocks of the longest request in a KV group without a window."""
+        return -(-self.max_model_len // self.block_size)
+
+    def state_sizes(self, num_blocks: int) -> StateSizes:
+        """Sizes of the device state over a pool of `num_blocks` blocks."""
+        return StateSizes(
+            num_blocks, self.block_size, rows=self.max_num_seqs, width=self.width, tokens=self.state_tokens,
+            program_rows=self.program_rows, custom=self.custom, samples=self.samples,
+        )  # fmt: skip
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Largest number of blocks that the longest request needs at a time, in all KV groups together."""
+        return self.blocks_of(self.max_model_len)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Largest number of blocks that a request of `num_tokens` tokens needs at a time, in all KV groups."""
+        chunk = self.max_num_batched_tokens
+        return max_blocks(self.kv_groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
+
+    def longest_where(self, fits: Callable[[int], bool]) -> int:
+        """Tokens of the longest request that fits, in whole blocks, at most max_model_len.
+
+        If a length fits, every shorter one must fit.
+        """
+        sizes = range(1, self.width + 1)
+        count = bisect.bisect_left(sizes, True, key=lambda blocks: not fits(blocks * self.block_size))
+        return min(count * self.block_size, self.max_model_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of each part of an engine, and the number of blocks in its KV pool."""
+
+    limits: Limits
+    num_blocks: int
+    block_bytes: int  # of one block: one page in every page array
+    weight_bytes: int
+    temp_bytes: int   # of the largest program; 0 = not known yet
+    table_bytes: int  # of the device state without the pages
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        return self.num_blocks * self.block_bytes
+
+    def __str__(self) -> str:
+        rows = [
+            ("weights", self.weight_bytes, ""),
+            ("KV pool", self.kv_bytes, f"{self.num_blocks} blocks of {self.limits.block_size} tokens"),
+            ("request table", self.table_bytes, f"{self.limits.max_num_seqs} rows"),
+            ("temporaries", self.temp_bytes, "of the largest program"),
+        ]
+        rows.append(("in all", sum(size for _, size, _ in rows), ""))
+        lines = [f"{name:14} {size / 2**20:10.1f} MiB  {note}".rstrip() for name, size, note in rows]
+        return "\n".join([*lines, self.request_line()])
+
+    def request_line(self) -> str:
+        """KV bytes of the longest request, and the KV groups if there are several."""
+        limits, kv_groups = self.limits, self.limits.kv_groups
+        line = f"KV of one request of {limits.max_model_len:,} tokens: {size_text(self.request_bytes)}"
+        if any(window is not None for window in kv_groups.windows):
+            line += f" at most (full attention in every layer would take {size_text(self.full_attention_bytes)})"
+        return line if len(kv_groups.windows) == 1 else f"{line}; {kv_groups}"
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit into the pool while no KV group has freed blocks before its window."""
+        return self.num_blocks // len(self.limits.kv_groups.windows) * self.limits.block_size
+
+    def requests_of(self, num_tokens: int) -> int:
+        """Number of requests of `num_tokens` tokens that can run at once, each with the most blocks that it needs."""
+        return min(self.num_blocks // self.limits.blocks_of(num_tokens), self.limits.max_num_seqs)
+
+    @property
+    def request_bytes(self) -> int:
+        """Largest number of KV bytes of the longest request."""
+        return self.limits.blocks_per_request * self.block_bytes
+
+    @property
+    def full_attention_bytes(self) -> int:
+        """KV bytes of the longest request if no layer had a window."""
+        kv_groups = self.limits.kv_groups
+        return self.limits.width * self.block_bytes * len(kv_groups.places) // kv_groups.num_arrays
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in GiB, or in MiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays (or ShapeDtypeStructs) in a tree, on one device."""
+    return sum(math.prod(local_shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+_PARTS = {
+    "embedding": ("embed", "pos_embed", "project_in"),
+    "output matrix": ("lm_head", "project_out", "score"),
+    "attention": ("qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks"),
+    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
+    "experts": (),  # and routers: found by the beginning of the name
+    "norms": (),  # every name that contains "norm"
+}
+
+
+def weight_parts(params: Params) -> dict[str, int]:
+    """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by part; empty parts are left out."""
+    return {part: sum(kinds.values()) for part, kinds in weight_kinds(params).items()}
+
+
+def weight_kinds(params: Params) -> dict[str, dict[str, int]]:
+    """Bytes of the parameter tree by part, and within a part by kind of numbers; empty parts are left out.
+
+    Kinds are dtypes, and for quantised weights the kind of their codes and "scales", which zeros belong to.
+    """
+    sizes: dict[str, dict[str, int]] = {part: {} for part in _PARTS}
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    for path, leaf in leaves:
+        name = next(key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
+        kinds, size = sizes[_part_of(name)], tree_bytes(leaf)
+        codes, kind = 0, leaf.dtype.name
+        if isinstance(leaf, QuantizedWeight):
+            codes, kind = tree_bytes(leaf.codes), "scales"
+            kinds[leaf.kind] = kinds.get(leaf.kind, 0) + codes
+        if size > codes:
+            kinds[kind] = kinds.get(kind, 0) + size - codes
+    return {part: kinds for part, kinds in sizes.items() if kinds}
+
+
+def _part_of(name: str) -> str:
+    """Part of a leaf of `param_shapes`. q, k, v and gate, up may be fused or separate."""
+    if "norm" in name:
+        return "norms"
+    if name.startswith(("expert_", "router", "shared_")):
+        return "experts"
+    apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
+    return apart.get(name) or next(part for part, names in _PARTS.items() if name in names)
+
+
+def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None:
+    """Raise ModelLoadError for a bad number of log-probabilities, or for results of a step that are too large."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < -1:
+        raise ModelLoadError(f"max_logprobs={most!r}: must be a whole number of at least 0, or -1 for all ids")
+    count = spec.vocab_size if most < 0 else min(most, spec.vocab_size)
+    size = max_num_seqs * count * 8  # of an id and its log-probability
+    if size > MAX_LOGPROB_BYTES and not spec.pools:
+        fits = MAX_LOGPROB_BYTES // (8 * max_num_seqs)
+        raise ModelLoadError(
+            f"max_logprobs={most}: the log-probabilities of {max_num_seqs} rows and {count:,} ids take "
+            f"{size / 2**20:,.0f} MiB in each step, at most {MAX_LOGPROB_BYTES // 2**20} are possible. Set at most "
+            f"{fits:,}, or lower max_num_seqs. To get those of a few ids, a request can set logprob_token_ids"
+        )
+
+
+def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
+    """Fill in options that the caller left at None, and check all options. platform: "cpu", "gpu" or "tpu".
+
+    Raises ModelLoadError for an option that does not fit the model or another option.
+    """
+    on_cpu = platform == "cpu"
+    max_model_len = _positive("max_model_len", config.max_model_len, spec.max_position)
+    if max_model_len > spec.max_position:
+        raise ModelLoadError(f"max_model_len={max_model_len}: the model takes at most {spec.max_position}; lower it")
+    if max_model_len < 2:
+        raise ModelLoadError(f"max_model_len={max_model_len}: must be at least 2, a prompt token and an output token")
+    default_seqs = 32 if on_cpu else 256
+    if config.max_num_batched_tokens is not None:
+        default_seqs = max(1, min(default_seqs, config.max_num_batched_tokens))
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, default_seqs)
+    default_budget = max(512 if on_cpu else 2048, max_num_seqs)
+    budget = _positive("max_num_batched_tokens", config.max_num_batched_tokens, default_budget)
+    if budget < max_num_seqs:
+        raise ModelLoadError(
+            f"max_num_batched_tokens={budget}: must be at least max_num_seqs={max_num_seqs}, so that every running "
+            "request advances in each step; raise it, or lower max_num_seqs"
+        )
+    block_size = _positive("block_size", config.block_size, 64 if platform == "tpu" else 16)
+    _check_max_logprobs(spec, config.max_logprobs, max_num_seqs)
+    if config.logprobs_mode not in LOGPROBS_MODES:
+        raise ModelLoadError(f"logprobs_mode={config.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ModelLoadError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
+    if block_size & (block_size - 1) or not 8 <= block_size <= 128:
+        raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
+    if spec.pools and config.row_buckets is not None:
+        raise ModelLoadError("row_buckets: with runner='pooling' there are no decode programs; leave it out")
+    kv_groups = group_layers(spec.windows, max_model_len)
+    return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
+
+
+def _positive(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"{name}={value!r}: must be a whole number of at least 1")
+    return value
+
+
+def block_bytes(spec: DecoderSpec, limits: Limits, kv_format: KVFormat, platform: str) -> int:
+    """Bytes of one KV block on a platform: one page in every page array, with the scales of int8 pages."""
+    page = kv_format.page_shapes(spec, limits.block_size)
+    if page.dtype == FP8:
+        page = dataclasses.replace(page, scales=None)  # 8 bytes per KV head of an array, not of a block
+    return limits.kv_groups.num_arrays * page.bytes_on(platform)
+
+
+def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:
+    """Upper limit of the KV pool, in bytes. free_bytes: of an accelerator, after weights and temporaries; None on CPU.
+
+    On CPU: the smaller of 1 GiB and twice the need of `max_num_seqs` requests of `max_model_len` tokens. So a small
+    model does not allocate memory that it can never use.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        wanted = _positive("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 0)
+        return wanted if free_bytes is None else min(wanted, free_bytes)
+    if free_bytes is not None:
+        return free_bytes
+    return min(CPU_POOL_BYTES, 2 * limits.max_num_seqs * limits.blocks_per_request * bytes_per_block)
+
+
+def table_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype) -> int:
+    """Bytes of the device state without the pages: request table, block tables, hidden states of a step, extras."""
+    return bytes_without_pages(state_shapes(spec, limits.kv_groups, limits.state_sizes(1), dtype=dtype))
+
+
+def fit(
+    spec: DecoderSpec,
+    config: EngineConfig,
+    limits: Limits,
+    *,
+    dtype: np.dtype,
+    kv_format: KVFormat | None = None,
+    weight_bytes: int,
+    platform: str,
+    temp_bytes: int = 0,
+    free_bytes: int | None = None,
+) -> MemoryPlan:
+    """Fit the KV pool into memory. The default max_model_len shrinks to the longest that fits.
+
+    dtype: of hidden states. kv_format: of pages; None: `dtype`.
+    free_bytes: left on an accelerator after the weights, for temporaries, the table and the pool; None on CPU.
+    Raises ModelLoadError if not one block fits, or if an explicit max_model_len does not fit.
+    """
+    kv_format = kv_format or KVFormat(dtype)
+    per_block = block_bytes(spec, limits, kv_format, platform)
+    page = kv_format.page_shapes(spec, limits.block_size)
+
+    def pool_of(limits: Limits) -> int:
+        """Bytes for the pool, no more than kernels can address. Block tables of longer requests leave less."""
+        tables = table_bytes(spec, limits, dtype)
+        left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
+        size = pool_bytes(config, limits, per_block, left)
+        usable = page.addressable(size // per_block)
+        return size if usable == size // per_block else usable * per_block
+
+    def fits(length: int) -> bool:
+        shorter = dataclasses.replace(limits, max_model_len=length)
+        return shorter.blocks_per_request * per_block <= pool_of(shorter)
+
+    available = pool_of(limits)
+    num_blocks = available // per_block
+    if num_blocks >= limits.blocks_per_request:
+        rounded = page.addressable(max(round_down(num_blocks), limits.blocks_per_request))
+        num_blocks = rounded if rounded >= limits.blocks_per_request else num_blocks
+    else:
+        longest = limits.longest_where(fits)
+        need = limits.blocks_per_request * per_block
+        shortage = (
+            f"a request of max_model_len={limits.max_model_len} tokens needs {need} bytes of KV cache "
+            f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are available"
+        )
+        remedy = "free memory on the device"
+        if free_bytes is None or available == config.kv_cache_memory_bytes:
+            remedy = "raise kv_cache_memory_bytes"
+        if longest < 2:
+            num_kv_groups = len(limits.kv_groups.windows)
+            each = f" for each of {num_kv_groups} KV groups" if num_kv_groups > 1 else ""
+            raise ModelLoadError(f"{shortage}: not one block of {per_block} bytes fits{each}; {remedy}")
+        if config.max_model_len is not None:
+            raise ModelLoadError(f"{shortage}: lower max_model_len to at most {longest}, or {remedy}")
+        logger.warning("%s: max_model_len is now %d", shortage, longest)
+        limits = dataclasses.replace(limits, max_model_len=longest)
+        num_blocks = pool_of(limits) // per_block
+    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes(spec, limits, dtype))
+
+
+def round_down(num_blocks: int) -> int:
+    """Keep the 5 most significant bits of the number of blocks.
+
+    The pool's size is part of every program's shape. Without rounding, a few free megabytes more or less at the next
+    start would recompile every program.
+    """
+    spare = max(0, num_blocks.bit_length() - 5)
+    return num_blocks >> spare << spare
+
+
+def usable_bytes(device_bytes: int, config: EngineConfig) -> int:
+    """Bytes of an accelerator with `device_bytes` that the engine may use in all."""
+    return int(device_bytes * config.gpu_memory_utilization)
+
+
+def claim_gpu_memory(config: EngineConfig) -> None:
+    """Let JAX allocate as much of an NVIDIA GPU as `gpu_memory_utilization` allows. JAX's default is 75%.
+
+    Half of the rest stays outside JAX's pool, for the libraries. The other half is in it, for fragmentation. No effect
+    if JAX has started already, or if the caller has set the share.
+    """
+    said = any(name in os.environ for name in GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
+    if said or not nvidia_devices.installed_plugins() or importlib.util.find_spec("libtpu") or backends_are_started():
+        return
+    if 0 < config.gpu_memory_utilization <= 1:  # `decide_limits` refuses other values
+        share = (1 + config.gpu_memory_utilization) / 2
+        jax.config.update("jax_pjrt_client_create_options", {_FRACTION: share})
+
+
+def start_backend(config: EngineConfig) -> str:
+    """Start JAX with its share of a GPU's memory. Returns the platform of the default device.
+
+    Raises ModelLoadError if no device starts: JAX_PLATFORMS names a platform that this machine does not have.
+    """
+    claim_gpu_memory(config)
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a backend was found
+        raise ModelLoadError(nvidia_devices.cannot_start(error)) from None
+
+
+# Variables that set JAX's share, or that switch its pool off.
+GPU_MEMORY_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)  # fmt: skip
+_FRACTION = "memory_fraction"  # option of JAX's GPU client: its share of the card
+
+
+@runtime_checkable
+class HasMemoryStats(Protocol):
+    """A device that reports its memory, like a jax Device."""
+
+    platform: str
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """Bytes by name; None if the back end does not report them."""
+        ...
+
+
+def total_bytes(device: HasMemoryStats) -> int | None:
+    """Bytes of an accelerator; None as in `device_bytes`."""
+    found = device_bytes(device)
+    return None if found is None else found[0]
+
+
+def device_bytes(device: HasMemoryStats) -> tuple[int, int] | None:
+    """Bytes of an accelerator, and bytes in use; None on CPU, and if the back end does not report them."""
+    stats = _memory_stats(device)
+    if stats is None:
+        return None
+    options = jax.config.jax_pjrt_client_create_options
+    share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
+    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]  # bytes_limit is JAX's share of the card
+
+
+def free_device_bytes(device: HasMemoryStats, config: EngineConfig) -> int | None:
+    """Bytes of an accelerator that the engine may still allocate; None as in `device_bytes`."""
+    found, stats = device_bytes(device), _memory_stats(device)
+    if found is None or stats is None:
+        return None
+    total, taken = found
+    return max(0, min(usable_bytes(total, config), stats["bytes_limit"]) - taken)
+
+
+def _memory_stats(device: HasMemoryStats) -> dict[str, int] | None:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats if stats and "bytes_limit" in stats else None
+
+
+def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:
+    """Pool size of an earlier start with the same key, if it still fits and wastes less than an eighth.
+
+    Otherwise `num_blocks`, which is stored. So programs in the compile cache stay usable if free memory differs a
+    little between starts. folder: of the compile cache; None = store nothing.
+    """
+    if folder is None:
+        return num_blocks
+    file = folder / f"pool-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    try:
+        before = int(json.loads(file.read_text())["num_blocks"])
+        if num_blocks * 7 // 8 <= before <= num_blocks:
+            return before
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no file, or one that was cut short: store it again
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"num_blocks": num_blocks, "key": key}))
+    return num_blocks

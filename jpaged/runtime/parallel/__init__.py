@@ -1,0 +1,1 @@
+"""Several devices: pipeline stages, and processes that run one engine together."""

@@ -1,0 +1,125 @@
+"""One engine on several processes: node 0 schedules, and every node runs the same programs on its own devices.
+
+`LeaderRunner` is the runner of node 0. It sends each call that starts device work to the other nodes, and then makes it
+itself. `follow` makes the calls on another node, until node 0 ends.
+"""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
+from jpaged.errors import EngineError
+from jpaged.runtime.parallel.process_group import ProcessGroup
+from jpaged.runtime.runner import ModelRunner, StepHandle
+
+logger = logging.getLogger(__name__)
+
+KEPT = 16  # handles that a follower keeps: those of the last steps; an engine has 2 in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberedHandle:
+    """A step, and its number among all steps of the engine."""
+
+    number: int
+    handle: StepHandle
+
+
+class LeaderRunner:
+    """See `engine.step_plan.Runner`. Attributes that are not here are those of node 0's own runner."""
+
+    def __init__(self, runner: ModelRunner, group: ProcessGroup):
+        """Watch the other nodes from now on."""
+        self._runner, self._group, self._steps = runner, group, 0
+        group.watch()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def dispatch(self, plan: StepPlan) -> NumberedHandle:
+        """Start a step on all nodes."""
+        self._steps += 1
+        self._group.send("dispatch", self._steps, plan)
+        return NumberedHandle(self._steps, self._runner.dispatch(plan))
+
+    def sample(self, handle: NumberedHandle, masks: Sequence[RowMask]) -> NumberedHandle:
+        """Sample on all nodes."""
+        self._group.send("sample", handle.number, list(masks))
+        return NumberedHandle(handle.number, self._runner.sample(handle.handle, masks))
+
+    def collect(self, handle: NumberedHandle) -> StepResult:
+        """Wait for a step. Every node has the result; node 0 alone reads it."""
+        return self._runner.collect(handle.handle)
+
+    def set_params(self, params: Any) -> None:
+        """Refused: the other nodes cannot be given arrays."""
+        raise EngineError(f"set_params: the engine has {self._group.size} processes: start all nodes again")
+
+    @property
+    def kv_layout(self) -> str:
+        """Empty: no node has all parts of a block."""
+        return ""
+
+    def release(self) -> None:
+        """Free the device state on all nodes."""
+        self._group.send("release")
+        self._runner.release()
+
+    def restore(self, *, weights: bool, kv_cache: bool) -> None:
+        """Allocate again on all nodes."""
+        self._group.send("restore", weights, kv_cache)
+        self._runner.restore(weights=weights, kv_cache=kv_cache)
+
+    def start_profile(self, folder: str) -> None:
+        """Profile all nodes; each writes into a folder of its own machine."""
+        self._group.send("start_profile", folder)
+        self._runner.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """Write the profiles."""
+        self._group.send("stop_profile")
+        self._runner.stop_profile()
+
+    def close(self) -> None:
+        """End all nodes."""
+        self._runner.close()
+        self._group.close()
+
+
+def follow(runner: ModelRunner, group: ProcessGroup) -> int:
+    """Run what node 0 sends, until it closes the engine. Returns 0 then; ends the process if node 0 is lost."""
+    [leader] = group.channels
+    handles: collections.OrderedDict[int, StepHandle] = collections.OrderedDict()
+    logger.info("node %d of %d follows node 0", group.rank, group.size)
+    while True:
+        try:
+            command, *values = leader.receive()
+        except (EOFError, OSError):
+            group.lost("node 0")
+            raise
+        if command == "close":
+            runner.close()
+            group.close()
+            return 0
+        try:
+            if command == "dispatch":
+                number, plan = values
+                handles[number] = runner.dispatch(plan)
+                if len(handles) > KEPT:
+                    handles.popitem(last=False)
+            elif command == "sample":
+                number, masks = values
+                handles[number] = runner.sample(handles[number], masks)
+            elif command == "restore":
+                runner.restore(weights=values[0], kv_cache=values[1])
+            else:
+                {"release": runner.release, "stop_profile": runner.stop_profile, "start_profile": runner.start_profile}[
+                    command
+                ](*values)
+        except EngineError as error:
+            # node 0 has the same error, or waits for this node in a collective
+            leader.send(str(error))
+            raise

@@ -1,0 +1,1 @@
+"""How fast compiled programs would run on a kind of device."""

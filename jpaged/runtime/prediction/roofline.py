@@ -1,0 +1,286 @@
+"""Predicts how fast compiled programs run on a kind of device: `jpaged plan --roofline`.
+
+The programs are those that an engine runs, compiled for the device without having it. A prediction counts kernels,
+bytes and products. An operation takes as long as its bytes or its products take, whichever is longer, and at least as
+long as a small kernel does. Collectives between devices take as long as their bytes on the link, and nothing runs at
+the same time. These are estimates: the constants below are assumptions, not measurements.
+"""
+
+import collections
+import dataclasses
+import itertools
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+
+from tqdm import tqdm
+
+from jpaged.collectives import Link, collective_seconds
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import ModelLoadError
+from jpaged.models.spec import DecoderSpec
+from jpaged.runtime.compile.blueprint import FittedBuild
+from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.prediction.program_text import Operation, Program, Traffic
+from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.output_programs import SampleShape, lm_head_params
+from jpaged.runtime.step.programs import Shape
+from jpaged.runtime.targets import Target
+from pallas_kernels.paged_attention.tiling import Tiling
+
+KERNEL_SECONDS = {"gpu": 2.5e-6, "tpu": 0.5e-6}  # of a small kernel inside a CUDA graph, or a TPU's small operation
+COMMAND_SECONDS = 10e-6   # of a command that the host sends
+BYTES_SHARE = 0.8         # of the bandwidth that a kernel reaches
+PRODUCTS_SHARE = 0.6      # of the rate of the matrix units that a product reaches
+PAGED = re.compile("paged_|write_")  # names of kernels that take pages
+_DECODE = ("paged_decode", "paged_decode_merge")
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests of a step."""
+
+    rows: int
+    context: int  # tokens of each request
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveCost:
+    """Predicted cost of all collectives of one kind in one run of a program."""
+
+    kind: str       # one of `COLLECTIVES`
+    count: int
+    num_bytes: int  # as `collective_seconds` counts them
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """Predicted cost of one run of a program, on each device."""
+
+    program: str
+    kernels: int           # those of loops once for each turn, those of a condition's largest branch; no collectives
+    commands: int | None   # that the host sends: CUDA graphs, kernels, copies. None: not an NVIDIA card
+    loops: int             # whose turns the program decides: they are not in the other figures
+    copies: int            # operations that only copy
+    bytes_moved: int
+    least_bytes: int       # weights and KV read once; of the experts, those of `experts_read`
+    seconds: float         # with the collectives
+    least_seconds: float   # without collectives: least_bytes at the full bandwidth, or the products at the full rate
+    experts_read: float | None  # experts of a layer that some token chooses, see `experts_read`; None: has no experts
+    collectives: tuple[CollectiveCost, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Predicted time of a step of decodes: its forward program and the program that samples."""
+
+    load: Load
+    least_seconds: float
+    greedy_seconds: float
+    random_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Predictions for a model on a kind of device."""
+
+    device: str
+    programs: tuple[ProgramCost, ...]
+    steps: tuple[StepCost, ...]
+    num_devices: int = 1
+    link: Link | None = None  # between the devices
+
+
+def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progress: bool = False) -> Roofline:
+    """Compile the programs that serve `loads`, and the largest mixed program, and predict their times.
+
+    build: of a placement for `target`. progress: show a bar. Raises ModelLoadError if the target's rates are not known,
+    or if its compiler is not installed.
+    """
+    if target.missing is not None:
+        raise ModelLoadError(f"roofline: the compiler for {target.device_kind} is in {target.missing}: install it")
+    num_devices = build.blueprint.placement.shards.num_devices
+    if not target.bandwidth or not target.flops:
+        raise ModelLoadError(f"roofline: the rates of {target.device_kind} are not known; name a GPU or TPU as target")
+    shapes = build.blueprint.program_shapes
+    forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
+    samplers = [shape for shape in shapes if isinstance(shape, SampleShape)]
+    if not samplers:
+        raise ModelLoadError("roofline: this model pools, and has no decodes to predict")
+    most = max(shape.rows for shape in samplers)
+    loads = [load for load in loads if load.rows <= most]
+
+    def smallest(rows: int, variant: SamplerVariant) -> SampleShape:
+        fitting = [shape for shape in samplers if shape.variant is variant and shape.rows >= rows]
+        return min(fitting, key=lambda shape: shape.rows)
+
+    jobs: list[tuple[Shape, Load]] = []
+    for load in loads:
+        jobs.append((min((s for s in forwards if s.is_decode and s.rows >= load.rows), key=lambda s: s.rows), load))
+        jobs += [(smallest(load.rows, variant), load) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM)]
+    chunk = max((shape for shape in forwards if not shape.is_decode), key=lambda shape: shape.tokens)
+    jobs.append((chunk, Load(1, chunk.tokens)))
+    bar = tqdm(jobs, desc="Compiling", unit="program", disable=None if progress else True, leave=False)
+    costs = [_cost(build, target, shape, load) for shape, load in bar]
+    steps = []
+    for load, decode, greedy, random in zip(loads, costs[0:-1:3], costs[1:-1:3], costs[2:-1:3], strict=True):
+        least = decode.least_seconds + greedy.least_seconds
+        steps.append(StepCost(load, least, decode.seconds + greedy.seconds, decode.seconds + random.seconds))
+    return Roofline(target.device_kind, tuple(costs), tuple(steps), num_devices, target.link)
+
+
+def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> ProgramCost:
+    with tempfile.TemporaryDirectory() as folder, target.tracing():
+        program = Program(_with_dumps(build, folder).compile(shape).as_text() or "")
+        commands = _commands(pathlib.Path(folder)) if target.platform == "gpu" else None
+    traffic, num_devices = list(program.traffic()), build.blueprint.placement.shards.num_devices
+    collectives = collective_costs(traffic, num_devices, target)
+    counted = list(_of_load(build, shape, load, (one for one in traffic if not one.operation.collective)))
+    seconds = sum(one.seconds for one in collectives) + sum(
+        max(
+            0.0 if operation.is_transfer else KERNEL_SECONDS[target.platform],
+            moved / (BYTES_SHARE * target.bandwidth),
+            flops / (PRODUCTS_SHARE * target.flops),
+        )
+        for operation, moved, flops in counted
+    )
+    least = least_bytes(build, shape, load)
+    flops = sum(flops for _, _, flops in counted)
+    return ProgramCost(
+        program=f"{shape}, {load.rows} x {load.context:,}" if isinstance(shape, ForwardShape) else str(shape),
+        kernels=sum(not operation.is_transfer for operation, _, _ in counted),
+        commands=commands,
+        loops=len(program.loops()),
+        copies=sum(operation.kind == "copy" for operation, _, _ in counted),
+        bytes_moved=sum(moved for _, moved, _ in counted),
+        least_bytes=least,
+        seconds=seconds + COMMAND_SECONDS * (commands or 1),
+        least_seconds=max(least / target.bandwidth, flops / target.flops),
+        experts_read=experts_read(build.blueprint.model.spec, shape, load),
+        collectives=collectives,
+    )
+
+
+def collective_costs(traffic: Iterable[Traffic], devices: int, target: Target) -> tuple[CollectiveCost, ...]:
+    """Costs of the collectives of a program over `devices` devices, by kind. Each takes at least a small kernel's time.
+
+    A collective is over the devices of its group, or over all. One that starts early counts as well: it is not
+    predicted how much of it runs next to other operations.
+    """
+    found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+    for one in traffic:
+        if kind := one.operation.collective:
+            size = one.operation.group_size or devices
+            found[kind].append((one.read * (size if kind == "all-gather" else 1), size))
+    if not found:
+        return ()
+    assert target.link is not None
+    least, link = KERNEL_SECONDS[target.platform], target.link
+    return tuple(
+        CollectiveCost(
+            kind, len(each), sum(num_bytes for num_bytes, _ in each),
+            sum(max(least, collective_seconds(kind, num_bytes, size, link)) for num_bytes, size in each),
+        )
+        for kind, each in found.items()
+    )
+
+
+def _with_dumps(build: FittedBuild, folder: str) -> FittedBuild:
+    """The same build, whose compiler also writes its commands to a folder."""
+    placement = dataclasses.replace(build.blueprint.placement, dump_to=folder)
+    return dataclasses.replace(build, blueprint=dataclasses.replace(build.blueprint, placement=placement))
+
+
+def _commands(folder: pathlib.Path) -> int:
+    """Commands that the host sends. XLA writes one a line, and those inside a CUDA graph are indented."""
+    (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+    return len(re.findall(r"^\d+: k", file.read_text("utf-8"), re.MULTILINE))
+
+
+def _of_load(
+    build: FittedBuild, shape: Shape, load: Load, traffic: Iterable[Traffic]
+) -> Iterator[tuple[Operation, int, int]]:
+    """Each operation with its bytes and products. Kernels over pages move those of the load, not the whole arrays."""
+    layer = -1
+    unread = itertools.cycle(_unread_bytes(build, shape, load, name) for name in ("expert_gate_up", "expert_down"))
+    for one in traffic:
+        name = one.operation.kernel
+        if name.startswith(("grouped_dot", "quantized_grouped_dot")):
+            yield one.operation, one.read + one.written - next(unread), one.flops
+        elif isinstance(shape, ForwardShape) and PAGED.match(name):
+            if not shape.is_decode and name in _DECODE:
+                continue  # the predicted chunk has no decodes, so the card skips the branch with these kernels
+            # where tokens are spread, `write_qkv` finishes a device's own tokens, and `write_kv` stores all
+            layer += name.startswith("write_") and (shape.token_parts == 1 or name == "write_kv")
+            yield one.operation, *_of_kernel(build, shape, load, name, layer)
+        else:
+            yield one.operation, one.read + one.written, one.flops
+
+
+def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, layer: int) -> tuple[int, int]:
+    """Bytes and products of a kernel over pages, on one device."""
+    spec, item = build.blueprint.local_spec, build.blueprint.dtype.itemsize
+    keys, key_bytes = _keys(build, load, layer), _token_bytes(build)
+    tokens = shape.tokens // shape.token_parts
+    queries = tokens * spec.num_heads * spec.head_dim * item
+    if name == "write_kv" and shape.token_parts > 1:
+        return 2 * shape.tokens * key_bytes, 0
+    if name.startswith("write_"):
+        return 2 * (queries + tokens * key_bytes), 0
+    if name in _DECODE:
+        splits = Tiling.by_rule(spec.head_dim, item).splits(load.context, spec.windows[layer], spec.num_kv_heads)
+        parts = load.rows * splits * spec.num_heads * (spec.head_dim + 1) * 4 if splits > 1 else 0
+        return queries + parts + (load.rows * keys * key_bytes if name == "paged_decode" else 0), 0
+    products = 0 if shape.is_decode else 4 * load.rows * (load.context * keys // 2) * spec.num_heads * spec.head_dim
+    return 2 * queries + load.rows * keys * key_bytes, products // shape.token_parts
+
+
+def _keys(build: FittedBuild, load: Load, layer: int) -> int:
+    """Keys that a request's last query sees in a layer."""
+    window = build.blueprint.model.spec.windows[layer]
+    return load.context if window is None else min(window, load.context)
+
+
+def _token_bytes(build: FittedBuild) -> int:
+    """KV bytes of a token in one layer, on one device."""
+    limits = build.limits
+    return build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
+
+
+def experts_read(spec: DecoderSpec, shape: Shape, load: Load) -> float | None:
+    """Expected number of a layer's experts that some token of a step chooses; None without experts.
+
+    If all are equally likely, and tokens choose independently: a token chooses k of n, and R tokens leave out
+    (1 - k / n) ** R of them.
+    """
+    experts = spec.experts
+    if experts is None or not isinstance(shape, ForwardShape):
+        return None
+    tokens = load.rows if shape.is_decode else min(shape.tokens, load.rows * load.context)
+    return experts.num * (1 - (1 - experts.per_token / experts.num) ** tokens)
+
+
+def _unread_bytes(build: FittedBuild, shape: Shape, load: Load, prefix: str) -> int:
+    """Bytes of the experts that no token chooses: of the leaves of one layer whose names begin with `prefix`."""
+    spec = build.blueprint.model.spec
+    read = experts_read(spec, shape, load)
+    if read is None or spec.experts is None:
+        return 0
+    layers = build.blueprint.model.params["layers"]
+    layer = next(layer for layer in range(spec.num_layers) if spec.is_sparse(layer))
+    size = memory.tree_bytes({name: leaf for name, leaf in layers[layer].items() if name.startswith(prefix)})
+    return int(size * (1 - read / spec.experts.num))
+
+
+def least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
+    """Weights that a program reads, and the KV of its requests. Of experts: the expected number of those that it reads.
+    """
+    model = build.blueprint.model
+    if not isinstance(shape, ForwardShape):
+        return memory.tree_bytes(lm_head_params(model.spec, model.params))
+    keys = sum(_keys(build, load, layer) for layer in range(model.spec.num_layers))
+    sparse = sum(model.spec.is_sparse(layer) for layer in range(model.spec.num_layers))
+    weights = memory.tree_bytes(model.params["layers"]) - sparse * _unread_bytes(build, shape, load, "expert_")
+    return weights + load.rows * keys * _token_bytes(build)

@@ -1,0 +1,1 @@
+"""From logits to tokens, on one device or on several."""

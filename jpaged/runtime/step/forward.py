@@ -1,0 +1,208 @@
+"""The forward pass of a step: from the packed plan to one hidden state per token. `output_programs` has the rest.
+
+1. Unpack: block-table changes, restarted rows and forks go into the request table.
+2. Build ids, positions, KV slots and lengths from the table (`batch`).
+3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.
+   Each token's hidden state stays in `DeviceState.hidden`, where the output programs read it.
+
+`state` is donated: pages and table are updated in place.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jpaged.kv_groups import KVGroups
+from jpaged.models import decoder
+from jpaged.models.experts import pairs_of_devices
+from jpaged.models.sharding import CONTEXT, WHOLE, Shards
+from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Stage, WeightLayout
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.state import DeviceState, Field, Leaf, SamplingState, formats
+from jpaged.runtime.step import context
+from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch
+from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
+from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
+from pallas_kernels.write_kv import matching_write
+
+# `DeviceState` without `sampling`: pages, table, blocks, hidden, output_rows.
+StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf]
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttend:
+    """The decoder's `attend` for serving: writes keys and values into the pages, attends through block tables."""
+
+    max_query_len: int
+    implementation: str
+    shards: Shards = WHOLE
+    token_parts: int = 1  # devices that the tokens are spread over; `slots` are those of all tokens
+
+    def __call__(
+        self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions,
+        sinks: Float[Array, " heads"] | None,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
+        write, product = matching_write(self.implementation), projection.product
+        arrays = {
+            "bias": projection.bias, "cos": projection.cos, "sin": projection.sin, "q_norm": projection.q_norm,
+            "k_norm": projection.k_norm, "norm_eps": projection.norm_eps, "implementation": write,
+        }  # fmt: skip
+        if self.token_parts == 1 and not isinstance(product, tuple):
+            q, pages = write_qkv(pages, product, metadata.slots, **arrays)
+        else:
+            q, k, v = projection.finish() if isinstance(product, tuple) else finish_qkv(pages, product, **arrays)
+            if self.token_parts > 1:
+                k, v = context.all_keys_and_values(k, v)
+            pages = write_kv(pages, k, v, metadata.slots, implementation=write)
+        slopes = None
+        if options.alibi_slopes is not None:
+            every, heads = jnp.array(options.alibi_slopes, jnp.float32), q.shape[1]
+            slopes = lax.dynamic_slice_in_dim(every, self.shards.first(heads), heads)
+        out = paged_attention(
+            q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
+            scale=options.scale, max_query_len=self.max_query_len, sliding_window=options.window,
+            logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
+        )  # fmt: skip
+        return out, pages
+
+
+def forward(
+    params: Params,
+    state: DeviceState,
+    packed: Int[Array, " packed"],
+    hidden: Float[Array, "tokens hidden"] | None = None,
+    *,
+    spec: DecoderSpec,
+    kv_groups: KVGroups,
+    layout: WeightLayout,
+    shape: ForwardShape,
+    implementation: str,
+    gated_dot: str | None = None,
+    shards: Shards = WHOLE,
+    stage: Stage = ALONE,
+) -> tuple[DeviceState, Int[Array, "..."] | Float[Array, "tokens hidden"]]:
+    """Run the decoder over one plan, or the layers of one pipeline stage. Donate `state`.
+
+    hidden: from the stage before; None in the first stage.
+    Returns the state with the new KV, lengths and hidden states (before the final norm), and the number of tokens. The
+    host waits for that number in steps that sample nothing. If devices have different experts, it is an array with two
+    numbers. The second is the pairs of a token and an expert on each layer's busiest device, summed over layers. A
+    stage that is not the last returns its hidden states in their place.
+    """
+    state, batch = build_batch(state, packed, shape)
+    output_rows = packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
+    num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
+    count = shape.token_parts
+    if count > 1:
+        batch = context.own_part(batch, count)
+        hidden = None if hidden is None else context.own_tokens(hidden, count)
+    x, pages, choices = decoder.decode(
+        spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
+        PagedAttend(1 if shape.is_decode else shape.tokens // count, implementation, shards, count),
+        layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
+        real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
+        gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer,
+    )  # fmt: skip
+    state = state.with_pages(pages).replace(
+        table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
+    )
+    if count > 1:
+        x = context.all_tokens(x)
+    if not stage.is_last:
+        return state, x
+    missing = state.output_rows.shape[1] - shape.rows
+    state = state.replace(
+        hidden=jax.lax.dynamic_update_slice(state.hidden, x, (0, 0)),
+        output_rows=jnp.pad(output_rows, ((0, 0), (0, missing)), constant_values=-1),
+    )
+    if spec.experts is None or not choices or not shards.splits_experts:
+        return state, num_tokens
+    pairs = pairs_of_devices(choices, spec.experts.num, shards)
+    if count > 1:  # of the tokens of all devices that have the same experts
+        pairs = lax.psum(pairs, CONTEXT)
+    return state, jnp.stack([num_tokens, pairs.max(1).sum()])
+
+
+def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
+    """Set one row's block tables. packed: the row, then the block of every column. Donate `state`.
+
+    For changes that do not fit into the packed plan: a prefix hit or a resume of a long request.
+    """
+    return state.replace(blocks=state.blocks.at[packed[0]].set(packed[1:], mode="drop"))
+
+
+def forward_of_arrays(
+    weights: tuple[Array, ...], arrays: StateArrays, packed: Int[Array, " packed"],
+    hidden: Float[Array, "tokens hidden"] | None = None, *, weight_tree: Any, page_v_dim: int | None, **options: Any,
+) -> tuple[StateArrays, Array]:  # fmt: skip
+    """`forward` as it is compiled: weights and state are plain tuples. See `run_forward`."""
+    params, no_extras = jax.tree.unflatten(weight_tree, weights), cast(SamplingState, None)
+    state = DeviceState(*arrays, sampling=no_extras, page_v_dim=page_v_dim)
+    state, result = forward(params, state, packed, hidden, **options)
+    return state_arrays(state), result
+
+
+def state_arrays(state: DeviceState) -> StateArrays:
+    """The arrays that a forward program takes and returns. Without the extras of sampling: they are not used."""
+    return state.page_arrays, state.table, state.blocks, state.hidden, state.output_rows
+
+
+def flat_weights(params: Params) -> tuple[jax.Array, ...]:
+    """The weights as a forward program takes them."""
+    return tuple(jax.tree.leaves(params))
+
+
+def run_forward(
+    run: Callable[..., Any], weights: tuple[jax.Array, ...], state: DeviceState, packed: np.ndarray | jax.Array,
+    *hidden: jax.Array,
+) -> tuple[DeviceState, jax.Array]:  # fmt: skip
+    """Run a program of `compile_forward` on a state, which is donated. weights: of `flat_weights`.
+
+    hidden: nothing in the first pipeline stage, one array in others. Returns as `forward`.
+
+    A call flattens its arguments and builds the tree of its results, every time. Plain tuples make a call with 169
+    arrays 38 us faster than dicts of weights and a `DeviceState`: 141 in place of 179 us.
+    """
+    arrays, result = run(weights, state_arrays(state), packed, *hidden)
+    return DeviceState(*arrays, sampling=state.sampling, page_v_dim=state.page_v_dim), result
+
+
+def compile_forward(
+    params: Params,
+    state: DeviceState,
+    shape: ForwardShape,
+    *,
+    spec: DecoderSpec,
+    kv_groups: KVGroups,
+    layout: WeightLayout,
+    implementation: str,
+    placement: Placement,
+    gated_dot: str | None = None,
+    store: ProgramStore | None = None,
+    stage: Stage = ALONE,
+) -> jax.stages.Compiled:
+    """Compile a forward program from arrays or ShapeDtypeStructs, for `run_forward`.
+
+    implementation: of attention. gated_dot: implementation of `pallas_kernels.gated_dot`; None: the best one.
+    """
+    call = functools.partial(
+        forward_of_arrays, weight_tree=jax.tree.structure(params), page_v_dim=state.page_v_dim, spec=spec,
+        kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation, gated_dot=gated_dot,
+        shards=placement.shards, stage=stage,
+    )  # fmt: skip
+    packed = placement.shape((shape.packed_size,), np.int32)
+    arguments: tuple[Any, ...] = (flat_weights(params), state_arrays(state), packed)
+    if not stage.is_first:
+        arguments += (placement.shape((shape.tokens, spec.hidden_size), state.hidden.dtype),)
+    call = placement.on_each_device(call, arguments, (state_arrays(state), None))
+    return compile_program(
+        call, arguments, donate=(1,),
+        out_shardings=(state_arrays(formats(state)), None), store=store, compiler_options=placement.compiler_options,
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""The programs that follow the forward pass: sample, score and pool. `step` has the forward pass.
+
+They read hidden states that the forward pass left in `DeviceState.hidden`, and apply the lm_head to selected tokens:
+- `sample` draws one token for each row and writes it into the request table, where the next decode reads it;
+- `score` returns log-probabilities of known tokens, for prompt log-probabilities;
+- `pool` returns one vector for each row: the normed hidden state of its last token, or a classifier's scores.
+
+They are programs of their own because a forward program takes seconds to compile and they take little: each is compiled
+once per shape, not once per pair of shapes. A step that only computes chunks of prompts needs none of them. While the
+forward pass runs, the host computes the masks of rows whose grammar depends on the token before.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.models import decoder
+from jpaged.models.sharding import WHOLE, Shards
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
+from jpaged.runtime.placement import Placement
+from jpaged.runtime.sampling import vocab_shards
+from jpaged.runtime.sampling.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
+from jpaged.runtime.state import DeviceState, Field, SamplingState
+from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
+
+# Leaves of the parameter tree that the lm_head reads.
+LM_HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleShape:
+    """Key of a `sample` program."""
+
+    rows: int
+    variant: SamplerVariant
+
+    def __str__(self) -> str:
+        return f"sample {self.variant.name.lower()} {self.rows} rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreShape:
+    """Key of a `score` program."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"score {self.tokens} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolShape:
+    """Key of a `pool` program."""
+
+    rows: int
+
+    def __str__(self) -> str:
+        return f"pool {self.rows} rows"
+
+
+OutputShape = SampleShape | ScoreShape | PoolShape
+Table = Int[Array, "table_rows num_fields"]
+
+
+def lm_head_params(spec: DecoderSpec, params: Params) -> Params:
+    """The leaves of a parameter tree that the lm_head reads. Fewer arguments make a call faster."""
+    tied = spec.tie_embeddings and not spec.pools
+    return {name: params[name] for name in LM_HEAD_PARAMS if name in params and (name != "embed" or tied)}
+
+
+def uses_extras(shape: OutputShape) -> bool:
+    """Whether a program reads the extras of sampling. Others get None: fewer arguments make a call faster."""
+    return isinstance(shape, SampleShape) and shape.variant is SamplerVariant.FULL
+
+
+# The three functions take the same arguments and return (table, sampling, result), so that the runner calls every
+# program alike. params: of `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see
+# `uses_extras`. The last argument is int32[2, N]; its second line is the indices of the tokens whose hidden states are
+# read. For `sample` and `pool` it is `DeviceState.output_rows`, which the forward program has written: the host uploads
+# nothing. The first `num_rows` are used. `table` and `sampling` are donated.
+
+
+def sample(
+    params: Params,
+    mask: Bool[Array, " vocab"] | None,
+    table: Table,
+    sampling: SamplingState | None,
+    hidden: Float[Array, "tokens hidden"],
+    output_rows: Int[Array, "2 program_rows"],
+    *,
+    num_rows: int,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    variant: SamplerVariant,
+    options: SamplerOptions,
+    shards: Shards = WHOLE,
+) -> tuple[Table, SamplingState | None, Int[Array, "rows columns"]]:
+    """Sample one token for each row. Padding gets a token that is written nowhere. Returns `Sampled.packed`."""
+    rows, last_token = output_rows[:, :num_rows]
+    logits = _lm_head(spec, params, hidden, last_token, layout, shards)
+    rows = jnp.where(rows < 0, table.shape[0], rows)  # a negative index would count from the end
+    fields = jnp.take(table, rows, axis=0, mode="clip")
+    extras = None
+    if sampling is not None:
+        extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
+
+    def choose(logits: Array, of_rows: tuple[Array, SamplingState | None]) -> Sampled:
+        fields, extras = of_rows
+        return sample_tokens(logits, fields, fields[:, Field.LENGTH], mask, extras, variant=variant, options=options)
+
+    if shards.count == 1:
+        sampled = choose(logits, (fields, extras))
+    elif variant is SamplerVariant.GREEDY:
+        sampled = vocab_shards.greedy(logits, mask, vocab=spec.vocab_size, shards=shards)
+    else:
+        sampled = vocab_shards.by_rows(logits, (fields, extras), choose, vocab=spec.vocab_size, shards=shards)
+    if sampling is not None:
+        sampling = sampling.replace(counts=sampling.counts.at[rows, sampled.token_ids].add(2, mode="drop"))
+    return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled.packed()
+
+
+def score(
+    params: Params,
+    mask: Bool[Array, " vocab"] | None,
+    table: Table,
+    sampling: SamplingState | None,
+    hidden: Float[Array, "tokens hidden"],
+    scored: Int[Array, "2 scored"],
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    options: SamplerOptions,
+    shards: Shards = WHOLE,
+) -> tuple[Table, SamplingState | None, Int[Array, "scored columns"]]:
+    """Log-probabilities of known tokens, whose ids are in the first line of `scored`. Returns `Sampled.packed`."""
+    logits = _lm_head(spec, params, hidden, scored[1], layout, shards)
+    describe = functools.partial(describe_tokens, options=options)
+    if shards.count == 1:
+        return table, sampling, describe(logits, scored[0]).packed()
+    described = vocab_shards.by_rows(logits, scored[0], describe, vocab=spec.vocab_size, shards=shards)
+    return table, sampling, described.packed()
+
+
+def pool(
+    params: Params,
+    mask: Bool[Array, " vocab"] | None,
+    table: Table,
+    sampling: SamplingState | None,
+    hidden: Float[Array, "tokens hidden"],
+    output_rows: Int[Array, "2 program_rows"],
+    *,
+    num_rows: int,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    shards: Shards = WHOLE,
+) -> tuple[Table, SamplingState | None, Float[Array, "rows output"]]:
+    """One vector for each row, of a model that pools. Padding gets a vector, too."""
+    return table, sampling, _lm_head(spec, params, hidden, output_rows[1, :num_rows], layout, shards)
+
+
+def _lm_head(
+    spec: DecoderSpec, params: Params, hidden: Float[Array, "tokens hidden"], index: Int[Array, " rows"],
+    layout: WeightLayout, shards: Shards,
+) -> Float[Array, "rows output"]:  # fmt: skip
+    rows, num_rows = jnp.take(hidden, index, axis=0, mode="clip"), jnp.sum(index >= 0, dtype=jnp.int32)
+    out = decoder.lm_head(spec, params, rows, layout=layout, num_rows=num_rows, shards=shards)
+    return out if shards.count > 1 else out[:, : spec.output_size]  # the vocabulary may be padded
+
+
+def compile_output(
+    params: Params,
+    mask: jax.Array | jax.ShapeDtypeStruct | None,
+    state: DeviceState,
+    shape: OutputShape,
+    *,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    options: SamplerOptions,
+    placement: Placement,
+    store: ProgramStore | None = None,
+) -> jax.stages.Compiled:
+    """Compile a `sample`, `score` or `pool` program from arrays or ShapeDtypeStructs. params: the whole tree."""
+    call: functools.partial[Any]
+    rows, shards = state.output_rows, placement.shards
+    match shape:
+        case SampleShape(size, variant):
+            call = functools.partial(
+                sample, num_rows=size, spec=spec, layout=layout, variant=variant, options=options, shards=shards
+            )
+        case ScoreShape(size):
+            call = functools.partial(score, spec=spec, layout=layout, options=options, shards=shards)
+            rows = placement.shape((2, size), np.int32)
+        case PoolShape(size):
+            call = functools.partial(pool, num_rows=size, spec=spec, layout=layout, shards=shards)
+    sampling = state.sampling if uses_extras(shape) else None
+    arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, rows)
+    if options.processors:
+        store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
+    run = placement.on_each_device(call, arguments, None)
+    return compile_program(
+        run, arguments, donate=(2, 3), store=store, compiler_options=placement.compiler_options
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Programs on disk: as StableHLO, and compiled."""

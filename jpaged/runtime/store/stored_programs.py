@@ -1,0 +1,242 @@
+"""Programs as StableHLO on disk: a start that finds one neither traces nor lowers the model.
+
+The key of a stored program is known before tracing. `compile_program` compiles the stored module in every case, also
+at the start that makes it. So the key in XLA's compile cache is the same at the next start, and nothing is compiled.
+
+For the demo model on CPU, tracing and lowering take 1.5 s of CPU time, reading and lowering stored programs 0.3 s.
+
+Only programs for CPU are stored. Kernels for GPU and TPU are custom calls whose stored form JAX does not promise to
+accept later, and deviceless compiling has no device to load for.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import jax
+from jax import export
+
+import jpaged.models
+import pallas_kernels
+from jpaged.models.quantization import JoinedWeight
+from jpaged.phases import phase
+from jpaged.runtime.jax_compat import with_old_partitioner
+from jpaged.runtime.state import DeviceState, SamplingState
+from jpaged.runtime.store.cache import cache_hits, not_a_hit, persistent_cache
+from pallas_kernels import KVPages, QuantizedWeight
+from pallas_kernels.cpu_kernels import load_kernels
+from pallas_kernels.private_folder import private_folder, read_file, write_file
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT = "every start traces the programs again"
+_KEEP_DAYS = 30
+_VERSIONS = ("jax", "jaxlib", "numpy", "ml_dtypes")
+# Settings of JAX that do not change a traced program: where it runs and is cached, and what is logged.
+_NOT_TRACED = ("device", "platform", "cache", "log", "dump", "dir", "traceback", "profile", "distributed")
+
+
+class Elsewhere(Protocol):
+    """Another process that compiles stored programs."""
+
+    def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
+        """Compile a stored program, so that XLA's compile cache has it. May fail silently."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramStore:
+    """A private folder of exported programs."""
+
+    folder: pathlib.Path
+    key: str                  # of everything that all programs of an engine depend on
+    kernels: tuple[tuple[str, str], ...]  # native kernels that a program may call: module, and name for XLA
+    # Compiles the programs that XLA's compile cache lacks. None: the calling thread does.
+    elsewhere: Elsewhere | None = dataclasses.field(default=None, compare=False)
+
+    @classmethod
+    def open(cls, cache_folder: pathlib.Path | None, platform: str, kernels: Sequence[str]) -> Self | None:
+        """The store next to XLA's compile cache. None: programs of this platform are not stored, or have no folder.
+
+        kernels: modules of the native kernels that programs may call; see `kernels_of_model`.
+        """
+        if cache_folder is None or platform != "cpu":
+            return None
+        folder = private_folder(cache_folder / "exported", _WITHOUT)
+        if folder is None:
+            return None
+        _remove_old(folder)
+        with phase("native kernels"):
+            loaded = load_kernels(kernels)
+        names = tuple((module, name) for module, name in loaded.items() if name is not None)
+        return cls(folder, _digest(_sources(), _versions(), _settings(), sorted(loaded.items())), names)
+
+    def path(self, call: functools.partial[Any], arguments: Any) -> pathlib.Path:
+        """The file of the program `call(*arguments)`."""
+        leaves, structure = jax.tree.flatten(arguments)
+        described = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+        key = _digest(self.key, call.func.__qualname__, sorted(call.keywords.items()), structure, described)
+        return self.folder / f"{call.func.__name__}-{key}"
+
+    def load(self, path: pathlib.Path, call: functools.partial[Any], arguments: Any) -> export.Exported:
+        """Read a program, or trace, lower and store it.
+
+        Raises ValueError for a custom call that is not one of `kernels`, and for a type of tree that is not one of
+        `_TREES`. Raises NotImplementedError for a call of Python.
+        """
+        stored = read_file(path)
+        if stored is not None:
+            _touch(path)
+            return export.deserialize(bytearray(stored))
+        checks = [export.DisabledSafetyCheck.custom_call(name) for _, name in self.kernels]
+        exported = export.export(jax.jit(call, keep_unused=True), disabled_checks=checks)(*arguments)
+        write_file(path, bytes(exported.serialize()), _WITHOUT)
+        return exported
+
+    def compile(self, call: functools.partial[Any], arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:
+        """Compile the stored program. Raises ValueError and NotImplementedError as `load`."""
+        path = self.path(call, arguments)
+        exported = self.load(path, call, arguments)
+        # An empty file says that the program was compiled, with the same flags of XLA.
+        compiled = path.with_name(f"{path.name}.{_digest(os.environ.get('XLA_FLAGS'))[:8]}.compiled")
+        if self.elsewhere is None:
+            program = compile_exported(exported, arguments, donate)
+        else:
+            new = path.exists() and not compiled.exists()
+            if new:
+                self.elsewhere.compile(path, donate)
+            before = cache_hits()
+            with persistent_cache(str(self.folder.parent)):
+                program = compile_exported(exported, arguments, donate)
+            if new and cache_hits() > before:
+                not_a_hit()
+        _touch(compiled)
+        return program
+
+
+def _touch(path: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        path.touch()
+
+
+def _remove_old(folder: pathlib.Path) -> None:
+    """Remove programs that nothing has used for a while: each version and each option of an engine has its own."""
+    oldest = time.time() - _KEEP_DAYS * 86_400
+    with contextlib.suppress(OSError):  # of another process that removes them, too
+        for path in folder.iterdir():
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+
+
+def compile_exported(exported: export.Exported, arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:
+    """Compile a stored program for arguments that are placed on a device."""
+
+    def program(*arguments: Any) -> Any:
+        return exported.call(*arguments)
+
+    program.__name__ = exported.fun_name  # profiles show it
+    return jax.jit(program, donate_argnums=donate, keep_unused=True).lower(*arguments).compile()
+
+
+def compile_program(
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    donate: tuple[int, ...],
+    out_shardings: Any = None,
+    store: ProgramStore | None = None,
+    compiler_options: Mapping[str, str] | None = None,
+) -> jax.stages.Compiled:
+    """Compile `call(*arguments)`. Every argument is kept, used or not.
+
+    call:          a function with keywords that are plain values: a stored program is found by their text.
+    arguments:     trees of arrays or ShapeDtypeStructs.
+    donate:        indices of arguments whose memory the results take over.
+    out_shardings: placement of the results, as for `jax.jit`. Stored programs have none: their results are where the
+        arguments are.
+    store:         None = trace the function.
+    compiler_options: of XLA. Stored programs have none.
+    """
+    one_device = isinstance(call, functools.partial)  # else `call` is of `Placement.on_each_device`
+    if store is not None and one_device:
+        try:
+            return store.compile(call, arguments, donate)
+        except (ValueError, NotImplementedError) as error:
+            logger.warning("%s cannot be stored, so every start traces it: %s", call.func.__name__, error)
+    jitted = jax.jit(call, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
+    with contextlib.nullcontext() if one_device else with_old_partitioner():
+        return jitted.lower(*arguments).compile(compiler_options=dict(compiler_options) if compiler_options else None)
+
+
+def _register_trees() -> None:
+    """Tell `jax.export` how to write the types of trees that programs take and return."""
+    for kind in _TREES:
+        export.register_pytree_node_serialization(
+            kind,
+            serialized_name=f"jpaged.{kind.__name__}",
+            serialize_auxdata=lambda values: json.dumps(values).encode(),
+            deserialize_auxdata=lambda data: tuple(json.loads(data)),
+        )
+    export.register_pytree_node_serialization(
+        JoinedWeight,
+        serialized_name="jpaged.JoinedWeight",
+        serialize_auxdata=lambda values: json.dumps(values).encode(),
+        deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    )
+    export.register_pytree_node_serialization(
+        QuantizedWeight,
+        serialized_name="jpaged.QuantizedWeight",
+        serialize_auxdata=lambda values: json.dumps([*values[:3], values[3].name, *values[4:]]).encode(),
+        deserialize_auxdata=_quantized_auxdata,
+    )
+
+
+def _quantized_auxdata(data: bytes) -> tuple[Any, ...]:
+    """The static fields of a QuantizedWeight."""
+    kind, layout, shape, dtype, *others = json.loads(data)
+    return kind, layout, tuple(shape), jax.numpy.dtype(dtype), *others
+
+
+_TREES = (DeviceState, SamplingState, KVPages)
+_register_trees()
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """SHA-256 over the Python files that a traced program can depend on."""
+    package = pathlib.Path(__file__).parents[2]
+    files = [*package.glob("*.py")]
+    for name in ("runtime", "engine", "params"):
+        files += (package / name).rglob("*.py")
+    for other in (jpaged.models, pallas_kernels):
+        files += pathlib.Path(other.__path__[0]).rglob("*.py")
+    whole = hashlib.sha256()
+    for path in sorted(files):
+        whole.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return whole.hexdigest()
+
+
+@functools.cache
+def _versions() -> list[str]:
+    return [sys.version, *(importlib.metadata.version(package) for package in _VERSIONS)]
+
+
+def _settings() -> list[tuple[str, str]]:
+    """JAX's settings in this thread, as they change what is traced."""
+    everywhere = jax.config.values  # an attribute has the value of this thread; a few settings have no attribute
+    names = sorted(name for name in everywhere if not any(part in name for part in _NOT_TRACED))
+    return [(name, str(getattr(jax.config, name, everywhere[name]))) for name in names]

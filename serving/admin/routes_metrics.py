@@ -1,0 +1,24 @@
+"""GET /metrics, on the server's own port and on a port of its own."""
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jpaged.serving.admin.metrics import ServerMetrics
+
+
+async def metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' text format, or as OpenMetrics if the client accepts that."""
+    server_metrics: ServerMetrics = request.app.state.metrics
+    accept = request.headers.get("accept", "")
+    text, content_type = await run_in_threadpool(server_metrics.text, accept)  # milliseconds: streams go on meanwhile
+    return Response(text, headers={"content-type": content_type})
+
+
+def metrics_app(server_metrics: ServerMetrics) -> Starlette:
+    """Make an application that has the metrics and nothing else, for `--metrics-port`. It requires no key."""
+    app = Starlette(routes=[Route("/metrics", metrics), Route("/metrics/", metrics)])
+    app.state.metrics = server_metrics
+    return app

@@ -1,0 +1,312 @@
+"""Code of both generating routes: the server's state, sampling parameters, and updates of streams."""
+
+import bisect
+import dataclasses
+import functools
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import aclosing, contextmanager
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec import UNSET, UnsetType
+
+from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
+from jpaged.config import EngineConfig
+from jpaged.errors import MAX_INTEGER, LogitsError, RequestError, shown
+from jpaged.frontend.tokenising import TokeniserThreads
+from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.serving.engine_client import EngineClient
+from jpaged.serving.openai_api.output_format import structured_outputs
+from jpaged.serving.schemas.answers import CachedTokens, ChatCompletionChunk, Completion, Usage
+from jpaged.serving.schemas.requests import SAMPLING_FIELDS, GenerationRequest
+from jpaged.serving.web import json_pieces
+from jpaged.serving.web.error_responses import APIError
+from jpaged.serving.web.request_context import current, engine_request_id
+from jpaged.version import __version__
+
+logger = logging.getLogger("jpaged.serving")
+
+Padded = TypeVar("Padded", Completion, ChatCompletionChunk)
+PADDING = 64  # bytes
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (index of the prompt, output)
+
+FAILED = "the answer could not be processed; see the server's log"
+ABORTED = "the request was aborted: the server is stopping or was paused"
+FINGERPRINT = f"jpaged-{__version__}"
+TIER = "default"  # there is one tier: a request that names another gets this one, and its answer says so
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Server:
+    """State that all routes share."""
+
+    engine: EngineClient
+    model_names: tuple[str, ...]      # names that requests may use; answers show the first
+    root: str | None = None           # folder or hub id of the model, for /v1/models. None: the first name
+    config: EngineConfig | None = None  # options of the engine, for /server_info
+    template_kwargs: tuple[str, ...] = DEFAULT_TEMPLATE_KWARGS  # variables of the chat template that requests may set
+    # Chat template, and formats of tool calls and reasoning.
+    chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    tokenising: TokeniserThreads = dataclasses.field(default_factory=TokeniserThreads)  # for texts that no engine reads
+
+    def model_name(self, asked: str | None) -> str:
+        """Return the model name for the answer. Raises APIError 404 for a name that is not served."""
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            message = f"model is not served here: use {' or '.join(self.model_names)}, got {shown(asked)}"
+            raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+        return asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Head:
+    """Fields that every object of one answer has."""
+
+    id: str
+    created: int
+    model: str
+    request_id: str  # in the engine: clients may send the same id twice
+    service_tier: str | UnsetType = UNSET
+
+    @classmethod
+    def new(cls, prefix: str, model: str, asked: str | None = None, *, tier: str | None = None) -> "Head":
+        """Make a head. tier: the request's service_tier.
+
+        asked: the id that the body gives; None: that of the header X-Request-Id, or a new one.
+        """
+        request_id, context = engine_request_id(prefix), current.get()
+        if asked is None and context is not None:
+            asked = context.request_id
+        answer_id = request_id if asked is None else f"{prefix}-{asked}"
+        return cls(answer_id, int(time.time()), model, request_id, UNSET if tier is None else TIER)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields as keyword arguments of a response struct that generates."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "service_tier": self.service_tier,
+        }
+
+
+@dataclasses.dataclass(slots=True)
+class Update:
+    """New text and tokens of one answer since its last update."""
+
+    choice: int             # index of the answer in the response
+    text: str               # new text; empty while a character is incomplete or a stop string may follow
+    num_characters: int     # of the answer, this text included
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None   # one entry per token
+    text_offsets: list[int] | None              # as in CompletionOutput, one per token
+    finish_reason: str | None   # 'stop', 'length' or 'repetition' at the end; None before
+    stop_reason: int | str | None
+
+
+class Progress:
+    """A streamed request so far. `updates` keeps it current.
+
+    last:       the last output of each prompt.
+    num_tokens: tokens of all answers.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[int, RequestOutput] = {}
+        self.num_tokens = 0
+
+    def usage(self) -> Usage:
+        """Count the tokens of all prompts, and of all answers so far."""
+        return _usage(self.last, self.num_tokens)
+
+
+def sampling_params(
+    request: GenerationRequest, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Make sampling parameters: the request's fields over the defaults. Raises RequestError that names the field."""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name, None)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
+    if (structured := structured_outputs(request)) is not None:
+        given["structured_outputs"] = structured
+    if request.use_beam_search:
+        # A beam search has no repetition penalty. The model's default must not refuse it: the client did not send it.
+        given.setdefault("repetition_penalty", 1.0)
+    if request.logprob_token_ids:
+        if logprobs is None:
+            raise RequestError("logprob_token_ids", request.logprob_token_ids, "needs logprobs: ask for them as well")
+        logprobs = None  # SamplingParams sets it to the number of ids
+    if request.vllm_xargs:
+        _log_unused("vllm_xargs")
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    params = dataclasses.replace(defaults, **given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError("stream", True, "prompt_logprobs come with whole answers only: leave stream out")
+    if request.stream and params.chooses:
+        what = "a beam search" if params.use_beam_search else "best_of > n"
+        raise RequestError("stream", True, f"{what} has its answers only at the end: leave stream out")
+    return params
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamFields:
+    """The fields that `stream_options` adds to the events of a stream.
+
+    total:      the last event has the usage of the request.
+    continuous: every event has the usage so far.
+    padded:     every event has a field `obfuscation`, whose length hides the length of the event's text.
+    """
+
+    total: bool = False
+    continuous: bool = False
+    padded: bool = False
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> "StreamFields":
+        """Read a request's stream options. Raises RequestError for stream options without a stream."""
+        options = request.stream_options
+        if options is None:
+            return cls()
+        if not request.stream:
+            raise RequestError("stream_options", {}, "only goes with stream=true")
+        return cls(
+            total=bool(options.include_usage),
+            continuous=bool(options.include_usage and options.continuous_usage_stats),  # as in vLLM
+            padded=bool(options.include_obfuscation),
+        )
+
+    def usage(self, progress: Progress) -> dict[str, Any]:
+        """Return the usage field of an event as keyword arguments."""
+        if self.continuous:
+            return {"usage": progress.usage()}
+        return {"usage": None} if self.total else {}
+
+    def pad(self, event: Padded) -> Padded:
+        """Return an event with its padding: the texts of all events then have lengths that are multiples of PADDING."""
+        if self.padded:
+            size = sum(map(len, json_pieces.encode(event.choices)))
+            event.obfuscation = secrets.token_hex(PADDING)[: PADDING - size % PADDING]
+        return event
+
+
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
+    """Context manager that renames the parameter of a RequestError to the name that the request used.
+
+    names: from the engine's names to the request's names. A part of a renamed parameter is renamed as well.
+    """
+    try:
+        yield
+    except RequestError as error:
+        known = error.parameter
+        while known and known not in names:
+            known = known.rpartition(".")[0]
+        parameter = names[known] + error.parameter[len(known) :] if known else error.parameter
+        raise RequestError(parameter, error.value, error.accepted) from None
+
+
+async def updates(outputs: Outputs, n: int, progress: Progress) -> AsyncGenerator[Update, None]:
+    """Convert the outputs of a stream, which have what is new, to updates."""
+    lengths: dict[int, int] = {}  # choice -> characters so far
+    held: dict[int, _Tokens] = {}  # choice -> tokens that are not sent yet
+    async with aclosing(outputs):
+        async for prompt, request_output in outputs:
+            progress.last[prompt] = request_output
+            for output in request_output.outputs:
+                if output.finish_reason is not None:
+                    check_finished_well(output)
+                choice = prompt * n + output.index
+                length = lengths[choice] = lengths.get(choice, 0) + len(output.text)
+                progress.num_tokens += len(output.token_ids)
+                ids, logprobs, offsets = output.token_ids, output.logprobs, output.text_offsets
+                if logprobs is not None and offsets is not None:
+                    new = _Tokens(ids, logprobs, offsets)
+                    sent, held[choice] = held.get(choice, _NONE).sendable(new, length, end=output.finished())
+                    ids, logprobs, offsets = sent
+                yield Update(
+                    choice, output.text, length, ids, logprobs, offsets, output.finish_reason, output.stop_reason
+                )
+
+
+class _Tokens(NamedTuple):
+    """Tokens of one answer."""
+
+    ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    offsets: list[int]
+
+    def sendable(self, new: "_Tokens", length: int, *, end: bool) -> "tuple[_Tokens, _Tokens]":
+        """Add new tokens. Returns those that begin in the text so far, and the others. end: the answer is complete.
+
+        Text that may be the beginning of a stop string is held back, and the log-probabilities of its tokens as well.
+        They are sent at the answer's end, even if the stop string is cut off: an answer without a stream has them too.
+        """
+        ids, logprobs, offsets = self.ids + new.ids, self.logprobs + new.logprobs, self.offsets + new.offsets
+        count = len(ids) if end else bisect.bisect_right(offsets, length)
+        rest = _Tokens(ids[count:], logprobs[count:], offsets[count:])
+        return _Tokens(ids[:count], logprobs[:count], offsets[:count]), rest
+
+
+_NONE = _Tokens([], [], [])
+
+
+async def finished(outputs: Outputs) -> dict[int, RequestOutput]:
+    """Return the last output of each prompt, in the prompts' order."""
+    async with aclosing(outputs):
+        finals = {prompt: output async for prompt, output in outputs}
+    for request_output in finals.values():
+        for output in request_output.outputs:
+            check_finished_well(output)
+    return dict(sorted(finals.items()))
+
+
+def new_id(prefix: str) -> str:
+    """Return a new id that cannot be guessed: 192 random bits."""
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+def check_finished_well(output: CompletionOutput) -> None:
+    """Raise APIError for an answer that was aborted or failed: OpenAI's API has no such finish reasons."""
+    if output.finish_reason == "abort":  # the engine is closing
+        raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, ABORTED, code="aborted")
+    if output.finish_reason == "error" and output.stop_reason == LogitsError.message:
+        raise APIError(HTTPStatus.INTERNAL_SERVER_ERROR, LogitsError.message, code="engine_error")
+    if output.finish_reason == "error" and output.stop_reason is not None:
+        message = f"the grammar of the answer {output.stop_reason}"
+        raise APIError(HTTPStatus.BAD_REQUEST, message, param="response_format", code="grammar_error")
+    if output.finish_reason == "error":
+        raise APIError(HTTPStatus.INTERNAL_SERVER_ERROR, FAILED, code="engine_error")
+
+
+def usage(finals: dict[int, RequestOutput]) -> Usage:
+    """Count the tokens of all prompts and answers of a request without a stream."""
+    return _usage(finals, sum(len(output.token_ids) for final in finals.values() for output in final.outputs))
+
+
+def _usage(finals: dict[int, RequestOutput], completion: int) -> Usage:
+    prompt = sum(len(final.prompt_token_ids) for final in finals.values())
+    cached = sum(final.num_cached_tokens for final in finals.values())
+    return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+
+
+@functools.cache
+def _log_unused(name: str) -> None:
+    """Log once that a field has no effect."""
+    logger.warning("%s has no effect on this server (logged once)", name)
+
+
+def _token_id(key: str) -> int:
+    try:
+        token_id = int(key)
+    except ValueError:
+        token_id = -1
+    if not 0 <= token_id <= MAX_INTEGER:
+        raise RequestError("logit_bias", key, "keys are token ids, as decimal numbers")
+    return token_id

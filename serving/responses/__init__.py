@@ -1,0 +1,1 @@
+"""/v1/responses: converts its requests to chats, and their answers to items and events."""

@@ -1,0 +1,1 @@
+"""The structs of all bodies and answers, by API. Data only: they convert and decide nothing."""

@@ -1,0 +1,42 @@
+"""Finds the struct of a body: by the route's name for it, or by the body's fields for /invocations."""
+
+import msgspec
+
+from jpaged.errors import RequestError
+from jpaged.serving.schemas import files as file_objects
+from jpaged.serving.schemas import messages_requests as messages_schema
+from jpaged.serving.schemas import pooling as pooling_schema
+from jpaged.serving.schemas import requests as request_schema
+from jpaged.serving.schemas import responses_requests as responses_schema
+from jpaged.serving.schemas.pooling import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from jpaged.serving.schemas.requests import ChatRequest, CompletionRequest, SizeLimits
+
+INVOCATION = "invocation:"  # followed by the engine's task
+
+_SCORES: dict[str, type[SizeLimits]] = {
+    "query": RerankRequest, "queries": ScoreRequest, "text_1": ScoreRequest, "data_1": ScoreRequest,
+}  # fmt: skip
+_BY_TASK: dict[str, dict[str, type[SizeLimits]]] = {
+    "generate": {"messages": ChatRequest, "prompt": CompletionRequest},
+    "embed": {"messages": EmbeddingRequest, "input": EmbeddingRequest, **_SCORES},
+    "classify": {"messages": ClassifyRequest, "input": ClassifyRequest, **_SCORES},
+}
+_STRUCTS = vars(request_schema) | vars(pooling_schema) | vars(responses_schema) | vars(messages_schema)
+_STRUCTS |= vars(file_objects)
+
+
+def body_schema(name: str, raw: bytes) -> type[SizeLimits]:
+    """Return the struct of a body. name: of the struct, or INVOCATION and a task. Raises RequestError."""
+    if not name.startswith(INVOCATION):
+        return _STRUCTS[name]
+    task = name.removeprefix(INVOCATION)
+    by_field = _BY_TASK[task]
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return next(iter(by_field.values()))  # reading the body as any struct raises the error
+    found = next((schema for field, schema in by_field.items() if field in fields), None)
+    if found is None:
+        accepted = f"must have one of the fields {', '.join(by_field)}: the model's task is {task}"
+        raise RequestError("body", sorted(fields)[:20], accepted)
+    return found
