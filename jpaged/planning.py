@@ -352,7 +352,7 @@ def _temporaries(
     blueprint: "Blueprint", target: "Target | None", config: EngineConfig, free: int | None
 ) -> Temporaries:
     """Temporaries of the compiled program. Estimated if there is no compiler, or if the weights do not fit."""
-    from jpaged.runtime.memory.estimate import estimate_temporaries
+    from jpaged.runtime.compile.estimate import estimate_temporaries
     from jpaged.runtime.store.cache import persistent_cache
 
     kind = blueprint.placement.device.device_kind

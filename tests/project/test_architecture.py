@@ -6,6 +6,7 @@ everywhere above the kernels.
 """
 
 import builtins
+import collections
 import pathlib
 import re
 import subprocess
@@ -71,6 +72,29 @@ SHARED = {
     "jpaged.text",
     "jpaged.version",
 }
+# Folders of a package, and the folders of it that each one may import, besides itself and the package's own modules.
+ROOMS = {
+    "jpaged.serving": {
+        "schemas": set(),
+        "web": {"schemas"},
+        "openai_api": {"schemas", "web"},
+        "responses": {"schemas", "web", "openai_api"},
+        "messages": {"schemas", "web", "openai_api"},
+        "files": {"schemas", "web", "openai_api"},
+        "admin": {"schemas", "web", "openai_api"},
+    },
+    "jpaged.runtime": {
+        "store": set(),
+        "sampling": set(),
+        "step": {"store", "sampling"},
+        "memory": {"step"},
+        "compile": {"store", "sampling", "step", "memory"},
+        "parallel": {"store", "step", "memory", "compile"},
+        "prediction": {"step", "memory", "compile"},
+    },
+    "jpaged.cli": {"flags": set(), "bench": {"flags"}},
+}
+MOST_FILES = 30  # in a folder: more are not read as a list
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
 # Importable names that a file in serving/ would hide from `python serving/app.py`, which puts its folder first.
 CLIENT_PACKAGES = {"openai", "httpx", "requests", "litellm", "langchain", "instructor", "aiohttp", "anthropic"}
@@ -104,6 +128,27 @@ def test_imports_run_one_way():
             if not front and not any(within(name, target) for target in allowed - {"jpaged"}):
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", list(ROOMS))
+def test_imports_between_the_folders_of_a_package_run_one_way(package: str):
+    rooms, wrong = ROOMS[package], []
+    for path in python_files(*SHIPPED):
+        name = name_of(path)
+        room = name.removeprefix(f"{package}.").split(".")[0]
+        if not within(name, package) or room not in rooms:
+            continue
+        wrong += [
+            f"{path.relative_to(ROOT)} imports from {other}"
+            for other in rooms
+            if other not in {room, *rooms[room]} and any(within(each, f"{package}.{other}") for each in imports_of(path))
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_folder_is_a_long_corridor():
+    counts = collections.Counter(path.parent for path in python_files(*SHIPPED))
+    assert not {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MOST_FILES}
 
 
 def test_nothing_imports_an_entry_point():

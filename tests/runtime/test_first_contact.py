@@ -159,7 +159,7 @@ def test_why_a_card_is_not_used(monkeypatch, tmp_path, driver, plugins, sentence
     file = tmp_path / "version"
     if driver:
         file.write_text(VERSION.format(driver))
-    monkeypatch.setattr(cards, "VERSION_FILE", file)
+    monkeypatch.setattr(nvidia_devices, "VERSION_FILE", file)
     monkeypatch.setattr(nvidia_devices.importlib.util, "find_spec", lambda name: name if name in plugins else None)
     found = nvidia_devices.problem("cpu")
     assert nvidia_devices.problem("gpu") is None

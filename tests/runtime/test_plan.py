@@ -13,8 +13,8 @@ from jpaged.models.families import spec_of
 from jpaged.models.spec import param_shapes
 from jpaged.runtime import targets
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
+from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.memory import plan as memory
-from jpaged.runtime.memory.estimate import estimate_temporaries
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, state_shapes
 from tests.support.deviceless import H200, V5E, marks

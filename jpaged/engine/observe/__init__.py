@@ -1,1 +1,1 @@
-"""What can be seen of an engine: statistics, distributions for /metrics, snapshots, and the log of steps."""
+"""Shows an engine: statistics, distributions for /metrics, snapshots, and the log of steps."""

@@ -27,10 +27,10 @@ from jpaged.models.sharding import local_shapes, local_spec
 from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
+from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.memory import plan as memory
-from jpaged.runtime.memory.estimate import estimate_temporaries
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes

@@ -1,1 +1,1 @@
-"""What a step runs: its inputs, the forward pass, the programs after it, and the moves of blocks."""
+"""Runs in a step: its inputs, the forward pass, the programs after it, and the moves of blocks."""
