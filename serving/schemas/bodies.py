@@ -3,11 +3,7 @@
 import msgspec
 
 from jpaged.errors import RequestError
-from jpaged.serving.schemas import files as file_objects
-from jpaged.serving.schemas import messages_requests as messages_schema
-from jpaged.serving.schemas import pooling as pooling_schema
-from jpaged.serving.schemas import requests as request_schema
-from jpaged.serving.schemas import responses_requests as responses_schema
+from jpaged.serving.schemas import files, messages_requests, pooling, requests, responses_requests
 from jpaged.serving.schemas.pooling import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from jpaged.serving.schemas.requests import ChatRequest, CompletionRequest, SizeLimits
 
@@ -21,8 +17,7 @@ _BY_TASK: dict[str, dict[str, type[SizeLimits]]] = {
     "embed": {"messages": EmbeddingRequest, "input": EmbeddingRequest, **_SCORES},
     "classify": {"messages": ClassifyRequest, "input": ClassifyRequest, **_SCORES},
 }
-_STRUCTS = vars(request_schema) | vars(pooling_schema) | vars(responses_schema) | vars(messages_schema)
-_STRUCTS |= vars(file_objects)
+_STRUCTS = vars(requests) | vars(pooling) | vars(responses_requests) | vars(messages_requests) | vars(files)
 
 
 def body_schema(name: str, raw: bytes) -> type[SizeLimits]:

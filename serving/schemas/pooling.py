@@ -1,4 +1,4 @@
-"""The request bodies of the routes for pooling models: embeddings, classification, scores. As `request_schema.py`."""
+"""The request bodies of the routes for pooling models: embeddings, classification, scores. As `requests.py`."""
 
 from typing import Annotated, Any, ClassVar, Literal
 

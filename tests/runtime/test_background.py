@@ -42,7 +42,7 @@ def children():
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"compile_worker" in (folder / "cmdline").read_bytes():
+            if parent == os.getpid() and b"compile.worker" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
         except (FileNotFoundError, ProcessLookupError):
             pass

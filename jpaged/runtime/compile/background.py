@@ -4,7 +4,7 @@
    same in every bucket, on CPU. So answers do not depend on which programs exist.
 2. Threads here trace and store the missing programs, one by one. Tracing takes up to 0.3 s a program and holds Python's
    global lock; Python gives it to other threads every 5 ms.
-3. Child processes compile them (`compile_worker`). The threads then read the result, and add it to the table.
+3. Child processes compile them (`worker`). The threads then read the result, and add it to the table.
 
 On GPU and TPU a row's bits may differ between buckets, so all programs are compiled before the engine runs.
 """

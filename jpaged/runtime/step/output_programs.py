@@ -1,4 +1,4 @@
-"""The programs that follow the forward pass: sample, score and pool. `step` has the forward pass.
+"""The programs that follow the forward pass: sample, score and pool. `forward` has the forward pass.
 
 They read hidden states that the forward pass left in `DeviceState.hidden`, and apply the lm_head to selected tokens:
 - `sample` draws one token for each row and writes it into the request table, where the next decode reads it;
