@@ -11,9 +11,9 @@ import os
 import platform
 import time
 
-from jpaged.answers.formats import FORMATS
-from jpaged.answers.parser import AnswerReader
 from jpaged.params.reasoning_tags import REASONING_PARSERS
+from jpaged.parsers.formats import FORMATS
+from jpaged.parsers.parser import AnswerReader
 
 SIZE = 2**20
 PIECE = 4  # characters per token, approximately

@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from jpaged.collectives import COLLECTIVES
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.loading.described import describe
+from jpaged.loading.model_description import describe
 from jpaged.models.sharding import shards_of, whole_bytes
 from jpaged.models.stages import stages_of
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel

@@ -11,7 +11,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
-from jpaged.answers.definitions import checked_tool_choice, checked_tools
 from jpaged.chat.prompt import RenderOptions
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.engine.engine import Engine, Output
@@ -42,6 +41,7 @@ from jpaged.outputs import (
 from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.parsers.definitions import checked_tool_choice, checked_tools
 from jpaged.phases import told_start
 from jpaged.routing import ROUTERS, prefix_names
 from jpaged.snapshot import EngineSnapshot

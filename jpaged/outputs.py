@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jpaged.answers.answer import ParsedAnswer
+from jpaged.parsers.answer import ParsedAnswer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from jpaged.frontend.engine_options import engine_config
 if TYPE_CHECKING:
     import jax
 
-    from jpaged.loading.described import DescribedModel
+    from jpaged.loading.model_description import DescribedModel
     from jpaged.models.spec import Stage
     from jpaged.runtime.compile.blueprint import Blueprint
     from jpaged.runtime.memory.plan import MemoryPlan
@@ -215,7 +215,7 @@ def plan(
         if value is not None and (roofline_context is None or config.devices_per_engine == 1):
             reason = "has an effect with --roofline and several devices only (--tensor-parallel-size): leave it out"
             raise RequestError(f"link_{name}", value, reason)
-    from jpaged.loading.described import describe
+    from jpaged.loading.model_description import describe
     from jpaged.models.sharding import find_devices, shards_of
     from jpaged.models.stages import stages_of
     from jpaged.runtime.memory.plan import start_backend

@@ -5,7 +5,7 @@
     python tools/same_programs.py after --compare before
 
 Writes the text of every program of some models to a folder, without metadata and places in the source. `--target h200`
-or `v5e` compiles for a device that is not there, and needs JAX's package for it.
+or `v5e` compiles for a device that is missing, and needs JAX's package for it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from jpaged.runtime.targets import TARGETS, Target
 if __name__ == "__main__":
     sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from jpaged.loading.described import describe
+from jpaged.loading.model_description import describe
 from tests.golden.checkpoints import BY_NAME
 from tests.golden.pooling import QWEN3_CLASSIFIER
 

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged.answers.definitions import Tool
 from jpaged.chat.time_limit import TimeLimitError, time_limit
 from jpaged.errors import RequestError
+from jpaged.parsers.definitions import Tool
 from jpaged.text.encoder import TokenLimit, text_encoder
 
 logger = logging.getLogger(__name__)

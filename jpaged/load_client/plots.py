@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jpaged.load_client.figures import Figures
+from jpaged.load_client.metrics import Figures
 
 COLOURS = ("#c8553d", "#28587b", "#5b8e7d")
 

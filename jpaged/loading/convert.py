@@ -1,7 +1,7 @@
 """Converts a Hugging Face checkpoint to a folder with the engine's own parameter tree, and back.
 
-converted.py describes the folder. Both directions write to a temporary folder next to `out` and rename it when it is
-complete. Both keep one leaf in memory at a time.
+converted_folder.py describes the folder. Both directions write to a temporary folder next to `out` and rename it when
+it is complete. Both keep one leaf in memory at a time.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.checkpoint import CONVERTED, INDEX, Checkpoint, TensorSource, is_converted, read_json
-from jpaged.loading.converted import AGAIN, PARAMS, SOURCE, Manifest, check_converted
+from jpaged.loading.converted_folder import AGAIN, PARAMS, SOURCE, Manifest, check_converted
 from jpaged.loading.dtypes import BY_NAME, checkpoint_dtype, main_dtype
 from jpaged.loading.folder import (
     SPARE,
@@ -58,7 +58,7 @@ class Written:
 
 
 def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None = None) -> Written:
-    """Write a model as the folder that converted.py describes.
+    """Write a model as the folder that converted_folder.py describes.
 
     dtype: dtype of the arrays. auto keeps the checkpoint's own dtype, on CPU too.
     Raises ModelLoadError for the model and RequestError for the other arguments. Nothing is written then.

@@ -5,7 +5,7 @@
    converted to the values of a config.json first (gguf_config.py).
 3. Load the weights. There are three sources:
    - A checkpoint: source.py opens it, weights.py checks the headers, then puts one leaf after another on the device.
-   - A folder that `jpaged convert` wrote: converted.py does the same.
+   - A folder that `jpaged convert` wrote: converted_folder.py does the same.
    - Live arrays: live.py checks them, and they are used without a copy.
 4. Read generation_config.json and the tokenizer.
 """
@@ -209,7 +209,7 @@ def open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, A
         yield values, dummy_weights(for_runner(spec_of(values), config.runner), CheckpointConfig(values))
         return
     if is_converted(path):
-        from jpaged.loading.converted import open_converted  # imports Orbax, which takes 0.5 s
+        from jpaged.loading.converted_folder import open_converted  # imports Orbax, which takes 0.5 s
 
         values = _overridden(read_json(path / "config.json", required=True), config)
         spec = for_runner(spec_of(values), config.runner)

@@ -24,8 +24,8 @@ from jpaged.loading.quantized.formats import CODE_DTYPES, Format
 from jpaged.loading.quantized.fp8 import Fp8
 from jpaged.loading.quantized.gptq import Gptq
 from jpaged.loading.quantized.kv_scheme import KvScheme, check_kv_zeros, is_kv_tensor, read_kv_scheme
+from jpaged.loading.quantized.matrix_tensors import Header, Parts
 from jpaged.loading.quantized.modelopt import ModelOpt
-from jpaged.loading.quantized.parts import Header, Parts
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
 from jpaged.models.families.config import QUANT_METHODS
 from pallas_kernels.quantized_dot.weight import FP4_NUMBERS, PLAIN_DTYPES, QuantizedWeight

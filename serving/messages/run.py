@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import msgspec
 
-from jpaged.answers.answer import AnswerDelta, ToolCallDelta
 from jpaged.outputs import CompletionOutput
+from jpaged.parsers.answer import AnswerDelta, ToolCallDelta
 from jpaged.serving.openai_api import generation
 from jpaged.serving.openai_api.chat_run import ChatRun
 from jpaged.serving.openai_api.generation import new_id

@@ -4,10 +4,10 @@ import dataclasses
 
 from msgspec import UNSET
 
-from jpaged.answers import answer as parsed
-from jpaged.answers.answer import AnswerDelta
-from jpaged.answers.formats import call_id
-from jpaged.answers.parser import AnswerParser, AnswerReader
+from jpaged.parsers import answer as parsed
+from jpaged.parsers.answer import AnswerDelta
+from jpaged.parsers.formats import call_id
+from jpaged.parsers.parser import AnswerParser, AnswerReader
 from jpaged.serving.openai_api.chat_tools import ChatTools
 from jpaged.serving.openai_api.custom_input import CustomInput
 from jpaged.serving.openai_api.generation import Update

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged.answers.definitions import Tool, ToolChoice, checked_tools
-from jpaged.answers.parser import AnswerReader
 from jpaged.chat.turn import ChatTurn
 from jpaged.errors import RequestError
+from jpaged.parsers.definitions import Tool, ToolChoice, checked_tools
+from jpaged.parsers.parser import AnswerReader
 from jpaged.serving.schemas.requests import ChatRequest, NamedFunction, ToolChoiceObject
 
 INPUT = "input"

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from jpaged.answers.definitions import Tool
 from jpaged.chat.prompt import RenderOptions, chat_prompt, log_unread, template_text, template_variables
 from jpaged.chat.turn import ChatTurn, chat_turn
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
+from jpaged.parsers.definitions import Tool
 from jpaged.serving.openai_api.chat_tools import INPUT, ChatTools
 from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.pooling import PooledInput, TokenizeRequest

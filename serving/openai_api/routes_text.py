@@ -6,9 +6,9 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jpaged.answers.definitions import checked_tools
 from jpaged.chat.prompt import template_text
 from jpaged.errors import RequestError
+from jpaged.parsers.definitions import checked_tools
 from jpaged.serving.openai_api.chat_turns import rendered
 from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.answers import DetokenizedText, TokenizerInfo, TokenList

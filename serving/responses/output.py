@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import UNSET, Raw
 
-from jpaged.answers.answer import AnswerDelta, ToolCallDelta
-from jpaged.answers.parser import AnswerReader
+from jpaged.parsers.answer import AnswerDelta, ToolCallDelta
+from jpaged.parsers.parser import AnswerReader
 from jpaged.serving.openai_api.generation import Update, new_id
 from jpaged.serving.responses.logprobs import EncodedToken, WaitingTokens, joined
 from jpaged.serving.schemas.responses_answers import (

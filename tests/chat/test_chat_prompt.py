@@ -8,11 +8,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jpaged
-from jpaged.answers.definitions import ToolChoice, checked_tools
 from jpaged.chat.prompt import RenderOptions, chat_prompt, template_variables
 from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.errors import RequestError
 from jpaged.loading import load_tokenizer
+from jpaged.parsers.definitions import ToolChoice, checked_tools
 from jpaged.text.encoder import TokenLimit
 from tests.text.corpus import DEMO
 

@@ -22,7 +22,7 @@ from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading import convert as converting
 from jpaged.loading import load_model
 from jpaged.loading.convert import convert, export
-from jpaged.loading.converted import Manifest
+from jpaged.loading.converted_folder import Manifest
 from jpaged.loading.folder import complete_or_gone
 from tests.golden.checkpoints import BY_NAME, NUM_TOKENS, Variant, tensor_shapes, write_checkpoint, write_safetensors
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER

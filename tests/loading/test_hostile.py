@@ -14,8 +14,8 @@ import transformers  # noqa: F401 -- importing it takes seconds, which the tests
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
-from jpaged.loading.described import describe
 from jpaged.loading.gguf_file import GgufFile
+from jpaged.loading.model_description import describe
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 
 INDEX = "model.safetensors.index.json"

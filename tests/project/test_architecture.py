@@ -48,9 +48,10 @@ ALLOWED = {
         "jpaged.quantizing",
     },
 }
-# Leaves: plain data and helpers (jpaged.answers is a package of them) that import no part.
+# Leaves: plain data and helpers (jpaged.parsers is a package of them) that import no part.
 SHARED = {
     "jpaged.answers",
+    "jpaged.parsers",
     "jpaged.chat",
     "jpaged.child_process",
     "jpaged.collectives",

@@ -11,7 +11,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading import load_model
-from jpaged.loading.described import describe
+from jpaged.loading.model_description import describe
 from jpaged.runtime.memory.plan import tree_bytes
 from pallas_kernels.quantized_dot import quantize
 from pallas_kernels.quantized_grouped_dot import cpu

@@ -12,7 +12,7 @@ import re
 import pytest
 
 from jpaged import planning
-from jpaged.loading.described import describe
+from jpaged.loading.model_description import describe
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.placement import Placement

@@ -7,7 +7,7 @@ import pytest
 from jpaged import cli
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.loading.described import describe
+from jpaged.loading.model_description import describe
 from jpaged.runtime import targets
 from jpaged.runtime.memory import plan as memory
 from tests.golden.checkpoints import BY_NAME, write_checkpoint

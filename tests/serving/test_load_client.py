@@ -15,7 +15,7 @@ from jpaged.load_client.answer import Answer
 from jpaged.load_client.arrivals import Arrivals
 from jpaged.load_client.backends import BACKENDS, LoadRequest
 from jpaged.load_client.connection import Endpoint
-from jpaged.load_client.figures import details, figures_of, parse_goodput
+from jpaged.load_client.metrics import details, figures_of, parse_goodput
 from jpaged.load_client.run import Run, Target, send_all
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app

@@ -7,9 +7,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jpaged.answers.formats import FORMATS
-from jpaged.answers.parser import AnswerReader
 from jpaged.chat.turn import ChatFormats
+from jpaged.parsers.formats import FORMATS
+from jpaged.parsers.parser import AnswerReader
 from jpaged.serving.application import create_app
 from jpaged.serving.openai_api.chat_answers import ChatAnswers
 from jpaged.serving.openai_api.chat_tools import ChatTools

@@ -6,11 +6,11 @@ import json
 import pytest
 from tokenizers import AddedToken
 
-from jpaged.answers.parser import AnswerReader
 from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, ReasoningPrefix
 from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.structured_outputs import StructuredOutputsParams
+from jpaged.parsers.parser import AnswerReader
 from tests.structured import sampling
 from tests.structured.grammar_model import DEMO, SECONDS, Model, model
 

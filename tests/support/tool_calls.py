@@ -1,7 +1,7 @@
 """Recorded answers of models that call tools, and a reader that parses them."""
 
-from jpaged.answers.formats import FORMATS
-from jpaged.answers.parser import AnswerReader
+from jpaged.parsers.formats import FORMATS
+from jpaged.parsers.parser import AnswerReader
 
 TOOLS = frozenset({"get_weather", "search", "now", "send.mail-1"})
 

@@ -23,8 +23,8 @@ from jpaged.errors import JPagedError, RequestError
 from jpaged.load_client.arrivals import Arrivals, RampUp
 from jpaged.load_client.backends import BACKENDS, Backend, LoadRequest
 from jpaged.load_client.connection import Endpoint, LoadError
-from jpaged.load_client.figures import NAMES, Figures, details, figures_of, parse_goodput
 from jpaged.load_client.http_get import get
+from jpaged.load_client.metrics import NAMES, Figures, details, figures_of, parse_goodput
 from jpaged.load_client.run import Run, Target, send_all
 
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]

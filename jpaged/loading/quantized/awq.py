@@ -12,7 +12,7 @@ from jaxtyping import Int, UInt8
 
 from jpaged.loading.quantized.config import Values, part_of, refused
 from jpaged.loading.quantized.formats import Format
-from jpaged.loading.quantized.parts import FLOATS, Header, Parts
+from jpaged.loading.quantized.matrix_tensors import FLOATS, Header, Parts
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _BITS, _IN_WORD = 4, 8

@@ -22,8 +22,8 @@ from jpaged.loading.quantized.config import Matcher, Values, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.fp8 import MATRIX, by_output, fp8_codes, output_shapes
 from jpaged.loading.quantized.group_index import check_group_index, order_of
+from jpaged.loading.quantized.matrix_tensors import FLOATS, Header, Parts
 from jpaged.loading.quantized.packing import WORD, unpack_columns, unpack_rows, words_of
-from jpaged.loading.quantized.parts import FLOATS, Header, Parts
 from jpaged.loading.quantized.schemes import FLOAT, FORMATS, MIXED, MXFP4, NVFP4, PACKED, Scheme, read_groups
 
 _STATUSES = ("compressed", "frozen")  # older releases wrote "frozen" for compressed files

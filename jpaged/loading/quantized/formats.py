@@ -5,7 +5,7 @@ import abc
 import numpy as np
 
 from jpaged.loading.checkpoint import Checkpoint
-from jpaged.loading.quantized.parts import Header, Parts
+from jpaged.loading.quantized.matrix_tensors import Header, Parts
 
 CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # of a tensor "weight" that holds codes
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from jpaged.loading.quantized.parts import Header, Parts
+from jpaged.loading.quantized.matrix_tensors import Header, Parts
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import FP4_VALUES
 

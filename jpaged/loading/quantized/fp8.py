@@ -10,7 +10,7 @@ import numpy as np
 
 from jpaged.loading.quantized.config import Values, part_of, refused
 from jpaged.loading.quantized.formats import Format
-from jpaged.loading.quantized.parts import FLOATS, Header, Parts
+from jpaged.loading.quantized.matrix_tensors import FLOATS, Header, Parts
 
 _SCALES = (*FLOATS, "F8_E8M0")
 

@@ -15,8 +15,8 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.quantized.config import Matcher, Values, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.group_index import check_group_index, order_of
+from jpaged.loading.quantized.matrix_tensors import FLOATS, Header, Parts
 from jpaged.loading.quantized.packing import WORD, unpack_columns, unpack_rows, words_of
-from jpaged.loading.quantized.parts import FLOATS, Header, Parts
 
 _HEAD = "lm_head"
 _BITS = (2, 3, 4, 8)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jpaged.loading.quantized.parts import Header, Parts
+from jpaged.loading.quantized.matrix_tensors import Header, Parts
 
 
 def check_group_index(parts: Parts, part: str, header: Header, required: str | None) -> None:

@@ -18,7 +18,7 @@ from jpaged.loading.quantized.config import Values
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.fp4 import NVFP4_GROUP, Nvfp4, unpacked
 from jpaged.loading.quantized.fp8 import MATRIX, by_output, fp8_codes, output_shapes
-from jpaged.loading.quantized.parts import FLOATS, Header, Parts
+from jpaged.loading.quantized.matrix_tensors import FLOATS, Header, Parts
 
 _BLOCK = 128  # outputs and inputs
 _BLOCKS = "fp8_pb_wo"

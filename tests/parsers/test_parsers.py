@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.answers.answer import ParsedAnswer
-from jpaged.answers.formats import FORMATS
-from jpaged.answers.parser import AnswerReader
 from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
+from jpaged.parsers.answer import ParsedAnswer
+from jpaged.parsers.formats import FORMATS
+from jpaged.parsers.parser import AnswerReader
 from tests.support.tool_calls import RECORDED, TOOLS, reader
 
 QWEN3 = REASONING_PARSERS["qwen3"]

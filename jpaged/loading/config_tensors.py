@@ -15,7 +15,7 @@ from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.packed_checkpoint import described_weight, format_of
 from jpaged.loading.quantized import fp4
 from jpaged.loading.quantized.config import MXFP4, method_of
-from jpaged.loading.quantized.parts import Header
+from jpaged.loading.quantized.matrix_tensors import Header
 from jpaged.loading.safetensors_file import TensorEntry
 from jpaged.models.families.base import Family, LeafTensors, NamedRule
 from jpaged.models.quantization import EXPERTS, LEAVES

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged.answers import mistral
-from jpaged.answers.definitions import Tool, ToolChoice, check_enforced, without_annotations
-from jpaged.answers.formats import FORMATS, ToolCallFormat
+from jpaged.parsers import mistral
+from jpaged.parsers.definitions import Tool, ToolChoice, check_enforced, without_annotations
+from jpaged.parsers.formats import FORMATS, ToolCallFormat
 
 # White space as chat templates and `json.dumps` write it. Models were trained on it, and it is bounded.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -6,11 +6,11 @@ import string
 import uuid
 from collections.abc import Callable
 
-from jpaged.answers import mistral, pythonic
-from jpaged.answers.answer import AnswerSink
-from jpaged.answers.json_calls import JsonTags, Known
-from jpaged.answers.scanner import Scanner, Steps
 from jpaged.errors import RequestError
+from jpaged.parsers import mistral, pythonic
+from jpaged.parsers.answer import AnswerSink
+from jpaged.parsers.json_calls import JsonTags, Known
+from jpaged.parsers.scanner import Scanner, Steps
 
 Read = Callable[[Scanner, AnswerSink, Known], Steps[None]]
 

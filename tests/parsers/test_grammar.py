@@ -5,11 +5,11 @@ import json
 import llguidance
 import pytest
 
-from jpaged.answers.definitions import ToolChoice, checked_tools
-from jpaged.answers.formats import FORMATS
-from jpaged.answers.grammar import enforced_format, tool_grammar
-from jpaged.answers.parser import AnswerReader
 from jpaged.errors import RequestError
+from jpaged.parsers.definitions import ToolChoice, checked_tools
+from jpaged.parsers.formats import FORMATS
+from jpaged.parsers.grammar import enforced_format, tool_grammar
+from jpaged.parsers.parser import AnswerReader
 
 NUMBER = {"$ref": "#/$defs/number"}
 SEARCH = {"properties": {"n": NUMBER}, "required": ["n"], "$defs": {"number": {"type": "integer"}}}

@@ -1,8 +1,8 @@
 """Parses the reasoning of an answer."""
 
-from jpaged.answers.answer import AnswerSink
-from jpaged.answers.scanner import Scanner, Steps
 from jpaged.params.reasoning_tags import ReasoningTags
+from jpaged.parsers.answer import AnswerSink
+from jpaged.parsers.scanner import Scanner, Steps
 
 
 def read_reasoning(scanner: Scanner, sink: AnswerSink, tags: ReasoningTags) -> Steps[None]:

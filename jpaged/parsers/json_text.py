@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from jpaged.answers.scanner import SPACE, Scanner, Steps
+from jpaged.parsers.scanner import SPACE, Scanner, Steps
 
 MAX_DEPTH = 64      # nested objects and arrays; templates and clients that recurse can handle more
 MAX_SCALAR = 1_000  # characters of a number

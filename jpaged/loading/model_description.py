@@ -1,7 +1,7 @@
 """Describes a model without loading its weights, for `jpaged plan`.
 
 If the folder has weights, their headers are read and checked, as at a load. The headers show whether embeddings are
-tied, and which dtype most weights have. If there is only a config.json, its values are used. `declared` then gives the
+tied, and which dtype most weights have. If there is only a config.json, its values are used. `config_tensors` gives the
 shapes of quantised matrices.
 """
 
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.loading.checkpoint import is_converted, read_json
-from jpaged.loading.declared import DeclaredCheckpoint
+from jpaged.loading.config_tensors import DeclaredCheckpoint
 from jpaged.loading.dtypes import BY_NAME, resolve_dtype
 from jpaged.loading.hub import CONFIG, find_config
 from jpaged.loading.model import check_deterministic, check_quantization, for_runner, open_weights, quantizer_of

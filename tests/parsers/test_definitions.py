@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from jpaged.answers.definitions import MAX_PARAMETER_BYTES, MAX_TOOLS, checked_tools
 from jpaged.errors import RequestError
+from jpaged.parsers.definitions import MAX_PARAMETER_BYTES, MAX_TOOLS, checked_tools
 
 WEATHER = {
     "type": "object",

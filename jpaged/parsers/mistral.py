@@ -2,10 +2,10 @@
 
 import re
 
-from jpaged.answers.answer import AnswerSink
-from jpaged.answers.json_calls import Known, read_calls
-from jpaged.answers.json_text import read_value
-from jpaged.answers.scanner import CALL_STEPS, Scanner, Steps
+from jpaged.parsers.answer import AnswerSink
+from jpaged.parsers.json_calls import Known, read_calls
+from jpaged.parsers.json_text import read_value
+from jpaged.parsers.scanner import CALL_STEPS, Scanner, Steps
 
 BEGIN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MAX_NAME = 256

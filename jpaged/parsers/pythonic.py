@@ -7,10 +7,10 @@ import json
 import math
 import re
 
-from jpaged.answers.answer import AnswerSink
-from jpaged.answers.json_calls import Known
-from jpaged.answers.json_text import MAX_DEPTH, MAX_SCALAR, Emit, escape_breaks
-from jpaged.answers.scanner import CALL_STEPS, Scanner, Steps
+from jpaged.parsers.answer import AnswerSink
+from jpaged.parsers.json_calls import Known
+from jpaged.parsers.json_text import MAX_DEPTH, MAX_SCALAR, Emit, escape_breaks
+from jpaged.parsers.scanner import CALL_STEPS, Scanner, Steps
 
 TAGS = ("<|python_start|>", "<|python_tag|>")
 END_TAG = "<|python_end|>"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from jpaged.answers.answer import AnswerSink
-from jpaged.answers.json_text import read_string, read_value
-from jpaged.answers.scanner import CALL_STEPS, Scanner, Steps
+from jpaged.parsers.answer import AnswerSink
+from jpaged.parsers.json_text import read_string, read_value
+from jpaged.parsers.scanner import CALL_STEPS, Scanner, Steps
 
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")

@@ -4,11 +4,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 
-from jpaged.answers.answer import AnswerDelta, AnswerSink, ParsedAnswer
-from jpaged.answers.formats import ToolCallFormat
-from jpaged.answers.reasoning import read_reasoning
-from jpaged.answers.scanner import Scanner, Steps
 from jpaged.params.reasoning_tags import ReasoningTags
+from jpaged.parsers.answer import AnswerDelta, AnswerSink, ParsedAnswer
+from jpaged.parsers.formats import ToolCallFormat
+from jpaged.parsers.reasoning import read_reasoning
+from jpaged.parsers.scanner import Scanner, Steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

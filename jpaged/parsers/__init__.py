@@ -1,0 +1,1 @@
+"""Parses answers of chat models into reasoning, content and tool calls: piece by piece, in linear time."""
