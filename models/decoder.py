@@ -1,5 +1,9 @@
 """The decoder: one transformer for every family, driven by a DecoderSpec.
 
+Called by: the forward pass with pages; training and checks with dense attention.
+Owns: the layers of every family, as its `DecoderSpec` describes them.
+Never: knows requests, pages or block tables: attention is an argument.
+
 1. `decode` embeds the tokens and runs the layers in an unrolled loop. The tokens of all requests are on one axis, and
    only attention knows which of them belong to the same request.
 2. Attention is an argument (`attend`): over KV pages when serving, dense and causal for training and checks. `decode`

@@ -1,5 +1,9 @@
 """The engine's loop: schedule, dispatch, collect one step late, emit.
 
+Called by: `LLM._run`, or the thread of `frontend/engine_thread.py`: one `step` after the other.
+Owns: the scheduler, the pipeline, the output processor, and the counters.
+Never: imports JAX, waits for the newest step, or asks what kind of answer a request wants.
+
 One call of `Engine.step`:
 
 1. The scheduler makes plan N. It does not know yet which tokens step N-1 samples.

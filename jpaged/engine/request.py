@@ -1,5 +1,9 @@
 """One request: a sequence of tokens, its limits, and three records of state.
 
+Called by: the input processor, which makes requests; all of `engine` reads them.
+Owns: the known tokens of one sequence, and its three records.
+Never: decides anything: who writes a record is in the table below.
+
 Each record has one writer:
 
 | Record | Contents | Written by |

@@ -1,5 +1,9 @@
 """The contract between the engine and the runner: `StepPlan`, `StepResult`, `Runner`. Host data only.
 
+Called by: the scheduler writes plans, every runner reads them; results go the other way.
+Owns: the types between host and device, and the protocol `Runner`.
+Never: contains logic, or imports anything of `engine` or `runtime`.
+
 1. The scheduler builds a `StepPlan`.
 2. `Runner.dispatch` packs the plan, starts the step, and returns a handle at once.
 3. If the plan waits for masks, the engine calls `Runner.sample` when it knows them.

@@ -1,5 +1,9 @@
 """ModelRunner: the device, as the engine sees it. It packs plans, chooses programs, and runs them.
 
+Called by: the step pipeline; `frontend/build.py` makes it.
+Owns: the device: weights, pages, request table, and the table of compiled programs.
+Never: compiles after ready, decides which requests run, or knows what a request is.
+
 `dispatch` starts a step and returns at once with a handle. `collect` waits for that step's tokens. In between the
 engine makes the next plan, so the device never waits for the host.
 """

@@ -5,6 +5,7 @@ models; simulator -> engine. Modules that import nothing of jpaged (errors, conf
 everywhere above the kernels.
 """
 
+import ast
 import builtins
 import collections
 import pathlib
@@ -248,6 +249,28 @@ def test_every_path_on_a_page_exists():
         found |= {(page.name, path) for path in paths if "NAME" not in path}
     assert len(found) > 100
     assert not sorted((page, path) for page, path in found if not (ROOT / path).exists())
+
+
+def test_the_path_to_read_is_short_and_each_file_says_its_place():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| `([\w./]+)` \| ([^|]+) \|", page, re.MULTILINE)
+    assert 10 <= len(rows) <= 16
+    total = 0
+    for name, excerpts in rows:
+        source = (ROOT / name).read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        labels = re.findall(r"^(Called by|Owns|Never): ", ast.get_docstring(tree) or "", re.MULTILINE)
+        assert labels == ["Called by", "Owns", "Never"], name
+        if excerpts.strip() == "all":
+            total += source.count("\n")
+        for excerpt in re.findall(r"`([\w.]+)`", excerpts):
+            nodes: list[ast.stmt] = tree.body
+            for part in excerpt.split("."):
+                kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+                (found,) = (node for node in nodes if isinstance(node, kinds) and node.name == part)
+                nodes = found.body
+            total += (found.end_lineno or 0) - found.lineno + 1
+    assert 1_500 < total <= 3_000, total
 
 
 def _undefined(path: pathlib.Path) -> Iterator[str]:

@@ -1,5 +1,9 @@
 """Checks a prompt and its parameters, and makes a request group of them. Bad input is refused before it is scheduled.
 
+Called by: `LLM` in its own thread, `AsyncLLM` in threads for tokenising.
+Owns: the tokenizer's encoder, and the compiler of grammars.
+Never: schedules anything, and keeps nothing of a request.
+
 Has no state that a request changes, so any thread may call it.
 """
 

@@ -1,5 +1,9 @@
 """Block tables of requests: find a prefix, fork, grow with the tokens, name full blocks, free.
 
+Called by: the scheduler and its parts, in the engine's thread.
+Owns: `Request.kv`: the block tables, and the names of full blocks.
+Never: copies KV: it records moves, which the next plan takes to the device.
+
 A request has one block table per kv_group (`jpaged.kv_groups`). All block tables draw from one pool. They grow
 together, by one block in every kv_group at a time. In a kv_group with a sliding window a request holds only the blocks
 that its window still reaches. The other blocks are freed as it advances, and keep their names like any free block.

@@ -1,5 +1,9 @@
 """Results of steps in, outputs of request groups out.
 
+Called by: `Engine.step`, with the result of an earlier step.
+Owns: the live request groups.
+Never: fails a step: the error of one request ends that request.
+
 1. `add` registers a request group, and lets its strategy begin.
 2. `process` hands the result of every row to its request group's strategy. It ends requests, and returns the
    outputs of request groups that ended or that stream a new token.

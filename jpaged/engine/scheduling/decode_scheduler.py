@@ -1,5 +1,9 @@
 """Step 1 of scheduling: every request whose last token was sampled advances by that token.
 
+Called by: `Scheduler.schedule`, before any prompt gets a token.
+Owns: the boundary of each decoding request: the step in which it needs more than a counter.
+Never: delays a decode for a prompt.
+
 Nearly all decodes are plain: the token fits into the request's last block, so nothing changes but counters. A request
 is handled one by one only at its next boundary, where it needs a block, frees one, switches its rope, or ends.
 

@@ -1,5 +1,9 @@
 """Builds a step's plan from a selection of rows and tokens.
 
+Called by: `Scheduler.schedule`, as its last act.
+Owns: the arrays of the plan that it is building.
+Never: changes which requests run: the selection is final.
+
 Until the plan is built, preemption may remove a row from the selection. Building the plan makes the selection final:
 tokens count as computed, samples as in flight, and full blocks are named.  1. Decodes come first. Their tokens are
 already counted. 2. Rows that compute a chunk follow. A row that reaches the end of its known tokens samples, and

@@ -1,5 +1,9 @@
 """Decides which requests run in a step, and by how many tokens each of them advances.
 
+Called by: `Engine`: `schedule` once a step; `add` and `finish` when requests come and end.
+Owns: the queues, the rows, and the status and progress of every request.
+Never: reads tokens, knows what they mean, or touches the device.
+
 There is no prefill phase and no decode phase. A request has tokens whose KV is missing, and each step computes some of
 them within a token budget. One call of `schedule`:
 

@@ -1,5 +1,9 @@
 """Inputs of a step: the packed plan, which is uploaded, and the `Batch` that the device builds from it.
 
+Called by: `ModelRunner.dispatch` packs, the forward program unpacks.
+Owns: the layout of the one array that a step uploads.
+Never: reads an array of the device on the host.
+
 The host never sends ids of decodes, positions, KV slots or lengths: they come from the request table.
 """
 

@@ -1,5 +1,9 @@
 """The forward pass of a step: from the packed plan to one hidden state per token. `output_programs` has the rest.
 
+Called by: `compile/blueprint.py`, which compiles it once for each shape; `ModelRunner.dispatch` runs it.
+Owns: the order of a step on the device.
+Never: samples, or branches on the values of an array.
+
 1. Unpack: block-table changes, restarted rows and forks go into the request table.
 2. Build ids, positions, KV slots and lengths from the table (`batch`).
 3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.

@@ -1,5 +1,9 @@
 """The programs that follow the forward pass: sample, score and pool. `forward` has the forward pass.
 
+Called by: `ModelRunner.dispatch` after the forward pass, or `ModelRunner.sample` when masks are late.
+Owns: the step from hidden states to tokens, log-probabilities or vectors.
+Never: runs a layer, or returns logits to the host.
+
 They read hidden states that the forward pass left in `DeviceState.hidden`, and apply the lm_head to selected tokens:
 - `sample` draws one token for each row and writes it into the request table, where the next decode reads it;
 - `score` returns log-probabilities of known tokens, for prompt log-probabilities;
