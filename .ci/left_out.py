@@ -9,13 +9,16 @@ when it began, COSTS and REACH have a folder for each, which pytest wrote. A fil
 
 - itself, the helpers of tests that it imports, its conftest.py files, and all that these import
 - the files of the project with a line that one of its tests reached, in child processes too, and what they import
-- files that its tests opened
-- all data of the tests, golden files among them, the kernels' tuning.json, and pyproject.toml
+- files that its tests opened, and those that were opened while tests were collected
+- all data of the tests, golden files among them, the demo model, the kernels' tuning.json, pyproject.toml and .ci/run
 - the options of the step: the versions of Python, JAX and jaxlib, and XLA_FLAGS
 
-An import inside a function counts if its line was reached. A file with a test that started a process which recorded
-nothing uses all of the project. `list` prints a file if the step has passed it, and if all that it uses, and its list
-of imports, is as it was. The lines of a file count together: a program that one of its tests traced serves the others.
+An import inside a function counts if its line was reached. A native kernel is compiled from the modules that it names
+in a string. A file with a test that started a process which recorded nothing uses all of the project, new files too.
+A file with a test that was skipped is not recorded: another machine may have what it needs.
+
+`list` prints a file if the step has passed it, and if all that it uses, and its list of imports, is as it was. The
+lines of a file count together: a program that one of its tests traced serves the others.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests/recording/complete_pass.json"
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels")
-CODE = (*PRODUCT, "tests", "benchmarks", "tools", "examples")
+SCRIPTS = ("benchmarks", "tools")  # whose modules tests import by their bare names, through sys.path
+CODE = (*PRODUCT, *SCRIPTS, "tests", "examples")
+EVERYTHING = "*"  # stands for all files of the project, except the tests
+COLLECTED = "*"   # "test" of the files that were opened before the first test
 SKIPPED = {"__pycache__", ".hypothesis", ".git", ".pytest_cache", ".ruff_cache"}  # no part of the project
 
 
@@ -59,14 +65,24 @@ def data_files() -> frozenset[str]:
     """Files that every test uses."""
     data = {name for name in files_under("tests") if not name.endswith(".py") and Path(name).parent.name != "recording"}
     tuning = {name for name in files_under(*PRODUCT) if Path(name).name == "tuning.json"}
-    return frozenset(data | tuning | {"pyproject.toml"})
+    # The last four may come, and would replace pytest's options in pyproject.toml.
+    others = {"pyproject.toml", ".ci/run", "pytest.ini", "pytest.toml", "tox.ini", "setup.cfg"}
+    return frozenset(data | tuning | others | set(files_under("jpaged/demo_model")))
+
+
+@functools.cache
+def everything() -> frozenset[str]:
+    """All files of the project, except the tests."""
+    return frozenset([*files_under(*PRODUCT, *SCRIPTS, "examples", "ui", "deploy"), "hatch_build.py"])
 
 
 @functools.cache
 def digest(name: str) -> str:
     """Digest of a file's bytes; "" if there is none."""
     path = ROOT / name
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    own = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    package = path.with_suffix("") / "__init__.py"  # would be imported in place of the file
+    return own + digest(package.relative_to(ROOT).as_posix()) if name.endswith(".py") and package.is_file() else own
 
 
 def module_files(module: str) -> Iterator[tuple[str, bool]]:
@@ -76,6 +92,9 @@ def module_files(module: str) -> Iterator[tuple[str, bool]]:
     """
     parts = module.split(".")
     if parts[0] not in CODE:
+        for folder in SCRIPTS:
+            if (ROOT / folder / f"{parts[0]}.py").is_file():
+                yield f"{folder}/{parts[0]}.py", True
         return
     for count in range(1, len(parts) + 1):
         base = ROOT.joinpath(*parts[:count])
@@ -109,10 +128,12 @@ def imports(name: str) -> tuple[Import, ...]:
             package = parents[: len(parents) - node.level + 1] if node.level else ()
             base = ".".join([*package, *filter(None, [node.module])])
             modules = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and name.startswith("pallas_kernels/"):
+            modules = [node.value] * node.value.startswith("pallas_kernels.")
         if modules:
             files = {pair for module in modules for pair in module_files(module)}
             own = frozenset(file for file, is_module in files if is_module)
-            line = node.lineno if inside else 0  # ty: ignore[unresolved-attribute]
+            line = node.lineno if inside and not isinstance(node, ast.Constant) else 0  # ty: ignore[unresolved-attribute]
             found.append(Import(line, own, frozenset(file for file, _ in files) - own))
         for child in ast.iter_child_nodes(node):
             visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
@@ -150,15 +171,16 @@ def static_files(test_file: str) -> frozenset[str]:
 
 def state(test_file: str, further: Iterable[str], options: str) -> str:
     """Digest of all that a file of tests uses."""
-    names = sorted(static_files(test_file) | data_files() | set(further))
+    names = {name for each in further for name in (everything() if each == EVERYTHING else [each])}
+    names = sorted(static_files(test_file) | data_files() | names)
     text = "\n".join([options, *(f"{name} {digest(name)}" for name in names)])
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
-    """Lines that the tests of each file reached, by file of the project, and tests with a child that recorded."""
+def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], Counter[str]]:
+    """Lines that the tests of each file reached, by file of the project, and the children that recorded, by test."""
     reached: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    with_child = set()
+    children: Counter[str] = Counter()
     for path in folder.glob("*.jsonl"):
         with path.open() as rows:
             for row in map(json.loads, rows):
@@ -168,27 +190,32 @@ def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
                         lines[resolved(name)].update(numbers)
     for path in folder.glob("*.lines"):
         test, *rest = path.read_text().splitlines()
-        with_child.add(test)
+        children[test] += 1
         for line in rest:
             name, _, number = line.rpartition(":")
             # A process that was killed may leave half a line.
             if number.isdigit() and Path(name).parts[0] not in SKIPPED:
                 reached[test.partition("::")[0]][resolved(name)].add(int(number))
-    return reached, with_child
+    return reached, children
 
 
 def further_files(reach: Path, costs: Path) -> dict[str, set[str]]:
     """Files that a run's tests used, besides those of `static_files`."""
-    reached, with_child = read_reach(reach)
-    rows = [json.loads(line) for path in costs.glob("*.jsonl") for line in path.read_text().splitlines()]
-    everything = set(files_under(*PRODUCT))
+    reached, children = read_reach(reach)
+    of_file: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in costs.glob("*.jsonl"):
+        for row in map(json.loads, path.read_text().splitlines()):
+            of_file[row["test"].partition("::")[0]].append(row)
+    collected = {name for name in reached[COLLECTED] if not (name.startswith("tests/") and name.endswith(".py"))}
     found = {}
-    for test_file in {row["test"].partition("::")[0] for row in rows}:
+    for test_file, rows in of_file.items():
+        if any(row["skipped"] for row in rows):
+            continue
         lines = reached[test_file]
-        found[test_file] = imported([test_file, *lines], lines) - static_files(test_file) - data_files()
-        children = {row["test"] for row in rows if row["children"] and row["test"].partition("::")[0] == test_file}
-        if children - with_child:
-            found[test_file] |= everything
+        found[test_file] = imported([test_file, *lines], lines) | collected
+        if any(row["children"] > children[row["test"]] for row in rows):
+            found[test_file] = found[test_file] - everything() | {EVERYTHING}
+        found[test_file] -= static_files(test_file) | data_files()
     return found
 
 
@@ -207,7 +234,7 @@ def record(options: Path, costs: Path, reach: Path) -> dict[str, Any]:
     rows: dict[str, Any] = {"files": table, "steps": {}}
     for step, of_files in steps.items():
         began, text = (options / step).stat().st_mtime, (options / step).read_text().strip()
-        for name in set().union(*of_files.values(), *map(static_files, of_files), data_files()):
+        for name in set().union(*of_files.values(), *map(static_files, of_files), data_files(), everything()):
             if (ROOT / name).is_file() and (ROOT / name).stat().st_mtime > began:
                 sys.exit(f"{name} has changed since step {step} began: nothing is recorded")
         rows["steps"][step] = {

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gated_products
+import gated_matmul
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -402,11 +402,11 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, An
 def measure_gated(tiny: bool, repeats: int, card: dict[str, float], end: float) -> dict[str, Any]:
     """Print and return the seconds per call of gated_dot, as long as the time `end` is not reached."""
     found: dict[str, Any] = {}
-    for products in gated_products.workloads(tiny):
+    for products in gated_matmul.workloads(tiny):
         if time.monotonic() > end:
             break
         print(products.name, flush=True)
-        found[products.name] = gated_products.measure(products, repeats)
+        found[products.name] = gated_matmul.measure(products, repeats)
         if products.rows <= 256:  # the weights are the limit
             print_times(found[products.name], lambda _, p=products: p.weight_bytes, "bytes", card["copy_bytes_per_s"])
         else:
@@ -505,7 +505,7 @@ def main() -> None:
     checks: dict[str, Any] = {}
     if not args.measure:
         print("difference from the reference:", flush=True)
-        checks = check(implementation, args.tiny) | gated_products.check(args.tiny)
+        checks = check(implementation, args.tiny) | gated_matmul.check(args.tiny)
         for name in ("mosaic_prefill", "mosaic_gpu") if device.platform == "gpu" and not args.implementation else ():
             print(f"difference of {name!r} from the reference:", flush=True)
             checks |= {f"{name}, {shape}": found for shape, found in check(name, args.tiny).items()}

@@ -39,11 +39,12 @@ BLOCKS = 64
 # Lines of the tables of places, and what refers to them.
 TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d.*\n)*\n?", re.MULTILINE)
 PLACES = re.compile(r",? ?(metadata=\{[^{}]*\}|stack_frame_id=\d+|source_(file|line)=[^ ,}]+)")
+SOURCES = re.compile(r"(?<=kernel\.)[0-9a-f]{16}(?=\")")  # digest of a native kernel's sources, comments included
 
 
 def without_places(text: str) -> str:
-    """The text of a program without metadata and places in the source."""
-    return PLACES.sub("", TABLES.sub("", text))
+    """The text of a program without metadata, places in the source, and digests of sources."""
+    return SOURCES.sub("", PLACES.sub("", TABLES.sub("", text)))
 
 
 def programs(config: dict[str, Any], target: Target) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import KernelCheckError, self_check
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
-import gated_products
+import gated_matmul
 import kernels
 
 pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
@@ -46,10 +46,10 @@ def test_a_kernel_for_decodes_is_checked_with_decodes(monkeypatch: pytest.Monkey
 
 
 def test_a_check_of_gated_dot_prints_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(gated_products, "check_gated_dot", lambda *shapes, **options: 0.0123)
-    assert not kernels.wrong(gated_products.check(tiny=True))
+    monkeypatch.setattr(gated_matmul, "check_gated_dot", lambda *shapes, **options: 0.0123)
+    assert not kernels.wrong(gated_matmul.check(tiny=True))
     assert "silu 1.2e-02; limit 2e-02: ok" in capsys.readouterr().out
-    monkeypatch.setattr(gated_products, "check_gated_dot", lambda *shapes, **options: fails())
-    found = gated_products.check(tiny=True)
+    monkeypatch.setattr(gated_matmul, "check_gated_dot", lambda *shapes, **options: fails())
+    found = gated_matmul.check(tiny=True)
     assert len(kernels.wrong(found)) == len(found)
     assert "too large" in capsys.readouterr().out

@@ -89,6 +89,7 @@ class CostsPlugin:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl").open("a")
         self._stack = contextlib.ExitStack()
+        self._skipped = False
 
     def pytest_sessionstart(self) -> None:
         """Start counting."""
@@ -109,6 +110,7 @@ class CostsPlugin:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Measure a test with its fixtures."""
         recorder.reset()
+        self._skipped = False
         start, before = time.perf_counter(), os.times()
         result = yield
         after = os.times()
@@ -119,11 +121,16 @@ class CostsPlugin:
             "cpu_seconds": round(sum(after[:4]) - sum(before[:4]), 2),
             "engines": recorder.engines,
             "children": recorder.children,
+            "skipped": self._skipped,
             "keys": sorted(recorder.keys),
             "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         }
         self._file.write(json.dumps(line) + "\n")
         return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note that the test was skipped."""
+        self._skipped = self._skipped or report.skipped
 
     def pytest_sessionfinish(self) -> None:
         """Write what is left."""

@@ -14,12 +14,14 @@ PRODUCT = ("jpaged", "models", "serving", "pallas_kernels", "benchmarks", "tools
 FOLDER = "JPAGED_TEST_REACH"  # variable that tells child processes where to write
 _PREFIX = f"{ROOT}{os.sep}"
 _TOOL = 4  # a free number of sys.monitoring
+# Files that open a module to import it, or to show its lines in a traceback.
+_IMPORTERS = ("<frozen importlib._bootstrap_external>", "_pytest/assertion/rewrite.py", "linecache.py", "tokenize.py")
 
 
 class Reach:
     """Collects the lines that run. `reached` has those since the last `restart`, by file.
 
-    Line 0 of a file that is not Python: it was opened. Files that Rust or C++ opens are not seen.
+    Line 0: the file was opened, not to import it. Files that Rust or C++ opens are not seen.
     out: a file that also gets each line at once.
     """
 
@@ -63,7 +65,9 @@ class Reach:
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str) and args[0].startswith(_PREFIX):
             path = os.path.normpath(args[0])
-            if path.startswith(_PREFIX) and "/__pycache__/" not in path and not path.endswith((".py", ".pyc")):
+            if not path.startswith(_PREFIX) or "/__pycache__/" in path or path.endswith(".pyc"):
+                return
+            if not path.endswith(".py") or not sys._getframe(1).f_code.co_filename.endswith(_IMPORTERS):
                 self._add(path[len(_PREFIX):], 0)
 
     def _file(self, name: str) -> str | None:

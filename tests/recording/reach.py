@@ -11,6 +11,7 @@ tests of a file together, and while lines are recorded no program is shared betw
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,15 +36,23 @@ class ReachPlugin:
         os.environ[FOLDER] = str(self._folder)
         hook = str(Path(__file__).parent / "child")
         os.environ["PYTHONPATH"] = os.pathsep.join([hook, *filter(None, [os.environ.get("PYTHONPATH")])])
+        sys.path.append(hook)  # for children that get their parent's path
+
+    def pytest_collection_finish(self) -> None:
+        """Write what was opened while tests were collected. It belongs to no test."""
+        self._write("*", {name: {0} for name, lines in self._reach.reached.items() if 0 in lines})
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
         """Write the lines of a test, and of the fixtures made for it."""
         self._reach.restart()
         result = yield
-        lines = {file: sorted(numbers) for file, numbers in sorted(self._reach.reached.items())}
-        with self._path.open("a") as out:
-            out.write(json.dumps({"test": item.nodeid, "lines": lines}) + "\n")
+        self._write(item.nodeid, self._reach.reached)
         if nextitem is None or nextitem.path != item.path:
             forget_programs()
         return result
+
+    def _write(self, test: str, reached: dict[str, set[int]]) -> None:
+        lines = {file: sorted(numbers) for file, numbers in sorted(reached.items())}
+        with self._path.open("a") as out:
+            out.write(json.dumps({"test": test, "lines": lines}) + "\n")
