@@ -1,4 +1,7 @@
-"""Facts about a machine and checks of the kernels on its device, for `jpaged report`."""
+"""Facts about a machine and checks of the kernels on its device, for `jpaged report`.
+
+Imported late: JAX, which may be what does not work; the report then says so.
+"""
 
 import functools
 import importlib.metadata

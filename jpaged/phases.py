@@ -1,6 +1,8 @@
 """Phases of a start, logged at level DEBUG, and lines on the terminal of a user who waits.
 
 `jpaged bench startup` prints the phases.
+
+Imported late: tqdm, where there is a terminal or a notebook to show a bar.
 """
 
 import contextlib

@@ -4,6 +4,8 @@
 2. The device is JAX's own, or a `Target`: a kind of device that JAX has a compiler for.
 3. `runtime.blueprint`, which an engine starts with too, compiles the largest program, reads its temporaries and fits
    the pool. Without an installed compiler the temporaries are estimated, and the plan says so.
+
+Imported late: JAX and the runtime, when the options are checked.
 """
 
 import contextlib

@@ -3,6 +3,8 @@
     serve run jpaged.ray_serve:build model=demo device=cpu replicas=2
 
 docs/deploy.md and deploy/ray/serve.yaml show how to deploy it.
+
+Imported late: Ray, which the command line of this module needs and a checkpoint does not.
 """
 
 import functools

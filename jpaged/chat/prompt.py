@@ -2,6 +2,8 @@
 
 Templates run in transformers' sandbox (jinja2's ImmutableSandboxedEnvironment). They can read their variables, but not
 Python's internals or files. A template comes from the model or from the operator, never from a request.
+
+Imported late: Jinja, which only chats need.
 """
 
 import dataclasses

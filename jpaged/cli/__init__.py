@@ -1,10 +1,13 @@
 """The command line. Each command is a dataclass in its own file: the fields are the flags, `run()` does the work.
 
 `--help` must be fast, so this package imports no jax at its top level. Each `run()` imports what it needs.
+
+Imported late: the module of the command, and what only some commands need.
 """
 
 import difflib
 import functools
+import importlib
 import itertools
 import logging
 import operator
@@ -87,6 +90,24 @@ COMMANDS = (
     "generate", "chat", "serve", "run-batch", "bench", "inspect", "simulate", "convert", "quantize", "plan", "report",
 )  # fmt: skip
 BENCHMARKS = ("serve", "throughput", "latency", "steps", "quality", "startup")
+_CLASSES = {
+    "generate": "generate.Generate",
+    "chat": "chat.Chat",
+    "serve": "serve.Serve",
+    "run-batch": "run_batch.RunBatch",
+    "bench serve": "bench.serve.BenchServe",
+    "bench throughput": "bench.throughput.Throughput",
+    "bench latency": "bench.latency.Latency",
+    "bench steps": "bench.steps.Steps",
+    "bench quality": "bench.quality.QualityCommand",
+    "bench startup": "bench.startup.Startup",
+    "inspect": "inspect.Inspect",
+    "simulate": "simulate.Simulate",
+    "convert": "convert.Convert",
+    "quantize": "quantize.Quantize",
+    "plan": "plan.Plan",
+    "report": "report.Report",
+}
 
 
 def parse(args: Sequence[str]) -> Any:
@@ -143,72 +164,10 @@ def _no_command(kind: str, word: str, known: Sequence[str]) -> NoReturn:
 
 def _command_of(name: str) -> Any:
     """Import the class of a command. None: the words name no single command."""
-    match name:
-        case "generate":
-            from jpaged.cli.generate import Generate
-
-            return Generate
-        case "chat":
-            from jpaged.cli.chat import Chat
-
-            return Chat
-        case "serve":
-            from jpaged.cli.serve import Serve
-
-            return Serve
-        case "run-batch":
-            from jpaged.cli.run_batch import RunBatch
-
-            return RunBatch
-        case "bench serve":
-            from jpaged.cli.bench.serve import BenchServe
-
-            return BenchServe
-        case "bench throughput":
-            from jpaged.cli.bench.throughput import Throughput
-
-            return Throughput
-        case "bench latency":
-            from jpaged.cli.bench.latency import Latency
-
-            return Latency
-        case "bench steps":
-            from jpaged.cli.bench.steps import Steps
-
-            return Steps
-        case "bench quality":
-            from jpaged.cli.bench.quality import QualityCommand
-
-            return QualityCommand
-        case "bench startup":
-            from jpaged.cli.bench.startup import Startup
-
-            return Startup
-        case "inspect":
-            from jpaged.cli.inspect import Inspect
-
-            return Inspect
-        case "simulate":
-            from jpaged.cli.simulate import Simulate
-
-            return Simulate
-        case "convert":
-            from jpaged.cli.convert import Convert
-
-            return Convert
-        case "quantize":
-            from jpaged.cli.quantize import Quantize
-
-            return Quantize
-        case "plan":
-            from jpaged.cli.plan import Plan
-
-            return Plan
-        case "report":
-            from jpaged.cli.report import Report
-
-            return Report
-    return None
+    if name not in _CLASSES:
+        return None
+    module, _, kind = _CLASSES[name].rpartition(".")
+    return getattr(importlib.import_module(f"jpaged.cli.{module}"), kind)
 
 
 def _all_commands() -> Any:

@@ -1,4 +1,7 @@
-"""Draws a snapshot of the engine: one cell per block of the KV pool, coloured by the request that owns the block."""
+"""Draws a snapshot of the engine: one cell per block of the KV pool, coloured by the request that owns the block.
+
+Imported late: matplotlib, which only the picture needs.
+"""
 
 import dataclasses
 import pathlib

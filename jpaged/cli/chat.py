@@ -1,4 +1,7 @@
-"""`jpaged chat`: talk to a model in the terminal."""
+"""`jpaged chat`: talk to a model in the terminal.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,7 @@
-"""`jpaged convert`: writes a model as an Orbax checkpoint, and restores the Hugging Face files from one."""
+"""`jpaged convert`: writes a model as an Orbax checkpoint, and restores the Hugging Face files from one.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import pathlib

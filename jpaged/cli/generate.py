@@ -1,4 +1,7 @@
-"""`jpaged generate`: completes prompts, and prints each answer when it is finished."""
+"""`jpaged generate`: completes prompts, and prints each answer when it is finished.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import time

@@ -1,4 +1,7 @@
-"""`jpaged inspect`: shows the KV cache, the request table and the queue of a running server."""
+"""`jpaged inspect`: shows the KV cache, the request table and the queue of a running server.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import os

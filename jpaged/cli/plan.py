@@ -1,4 +1,7 @@
-"""`jpaged plan`: plans an engine's device memory, without the device and without loading weights."""
+"""`jpaged plan`: plans an engine's device memory, without the device and without loading weights.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,7 @@
-"""`jpaged quantize`: writes a checkpoint with weights in 8 or 4 bits, which other engines read too."""
+"""`jpaged quantize`: writes a checkpoint with weights in 8 or 4 bits, which other engines read too.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,7 @@
-"""`jpaged report`: writes what is needed to find out why a device does not work."""
+"""`jpaged report`: writes what is needed to find out why a device does not work.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,7 @@
-"""Writes a command's results to a JSON file, and describes the machine that they were measured on."""
+"""Writes a command's results to a JSON file, and describes the machine that they were measured on.
+
+Imported late: JAX, which the command has imported by then.
+"""
 
 import importlib.util
 import json

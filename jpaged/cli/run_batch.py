@@ -1,4 +1,7 @@
-"""`jpaged run-batch`: answers a file of requests in OpenAI's batch format."""
+"""`jpaged run-batch`: answers a file of requests in OpenAI's batch format.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import asyncio
 import dataclasses

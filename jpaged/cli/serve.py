@@ -1,4 +1,7 @@
-"""`jpaged serve`: runs the OpenAI-compatible HTTP server."""
+"""`jpaged serve`: runs the OpenAI-compatible HTTP server.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import logging

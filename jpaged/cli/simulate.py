@@ -1,4 +1,7 @@
-"""`jpaged simulate`: simulates a load on engines of a given size, without a device."""
+"""`jpaged simulate`: simulates a load on engines of a given size, without a device.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import math

@@ -2,6 +2,8 @@
 
 With data_parallel_size=N there are N engines. The checkpoint is read once, for the first one. The others get copies of
 its weights on their own devices, or share them on its devices.
+
+Imported late: JAX and all that uses it, so that `import jpaged` is quick and starts no device.
 """
 
 import contextlib

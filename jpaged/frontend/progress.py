@@ -1,4 +1,7 @@
-"""The progress bar of `LLM.generate`: finished prompts, tokens per second, and the share of KV blocks in use."""
+"""The progress bar of `LLM.generate`: finished prompts, tokens per second, and the share of KV blocks in use.
+
+Imported late: tqdm, where there is a terminal or a notebook to show a bar.
+"""
 
 import sys
 import time

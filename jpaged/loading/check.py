@@ -10,6 +10,8 @@
 3. The first output that differs is named. Later outputs differ because of it and are not shown.
 
 An entry point: no other module imports it.
+
+Imported late: torch and Transformers, which jpaged does not need.
 """
 
 import base64

@@ -8,6 +8,8 @@ Format (ggml's docs/gguf.md, versions 2 and 3), all little-endian:
 
 The header is parsed here, because `gguf.GGUFReader` makes a numpy array of every string. For 150,000 tokens and
 150,000 merges it took 5.9 s, and this parser 0.08 s (benchmarks/gguf_reading.py).
+
+Imported late: gguf, which only .gguf files need.
 """
 
 import functools

@@ -4,6 +4,8 @@ There are two kinds:
 - "gpt2": byte-level BPE. tokenizer.ggml.pre names the way to split text; llama.cpp's src/llama-vocab.cpp defines the
   names.
 - "llama": SentencePiece's BPE. The pair with the best score is merged first. Text that no piece covers becomes bytes.
+
+Imported late: Transformers, which takes seconds.
 """
 
 import dataclasses

@@ -2,6 +2,8 @@
 
 The hub client reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT itself. Without a network it uses a snapshot in
 its cache.
+
+Imported late: huggingface_hub, which a folder does not need.
 """
 
 import logging

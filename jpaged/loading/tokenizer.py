@@ -1,4 +1,7 @@
-"""Loads and checks the tokenizer of a model."""
+"""Loads and checks the tokenizer of a model.
+
+Imported late: Transformers, which takes seconds.
+"""
 
 import contextlib
 import logging

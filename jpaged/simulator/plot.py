@@ -1,4 +1,7 @@
-"""Draws a run: requests, KV use and tokens over time, and the distributions of latencies. Needs matplotlib."""
+"""Draws a run: requests, KV use and tokens over time, and the distributions of latencies. Needs matplotlib.
+
+Imported late: matplotlib, which only pictures need.
+"""
 
 import pathlib
 from typing import Any

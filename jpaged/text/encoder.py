@@ -4,6 +4,8 @@
 2. A long text is cut at places that cannot change its token ids (`cut_points.py`). Tokenising stops when the caller has
    the tokens it needs, or when its request is cancelled. Each piece releases Python's global lock.
 3. A text without such places is tokenised in one piece, if it is short enough for that.
+
+Imported late: tokenizers, when a text is first encoded.
 """
 
 import dataclasses

@@ -1,6 +1,8 @@
 """Compiles kernels for this processor, keeps the machine code on disk, and registers it with XLA.
 
 Compiling needs numba and takes seconds. Loading machine code from disk needs llvmlite only, and takes milliseconds.
+
+Imported late: numba and llvmlite, which may be missing, and which stored machine code does not need.
 """
 
 import contextlib

@@ -2,6 +2,8 @@
 
 The packages are in the extra `otel`. They are imported only when `--otlp-traces-endpoint` is given. A thread of
 OpenTelemetry sends the spans in batches; when the collector does not answer, spans are dropped and requests go on.
+
+Imported late: OpenTelemetry, which is not a dependency.
 """
 
 import dataclasses

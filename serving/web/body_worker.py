@@ -11,20 +11,20 @@ import os
 import signal
 import sys
 
+from jpaged.errors import RequestError, shown
+from jpaged.serving.schemas.bodies import body_schema
+from jpaged.serving.schemas.ignored_fields import ignored_fields
+from jpaged.serving.web.body import decode_body
+from jpaged.serving.web.body_process import SECONDS
+
 MEMORY = 2 * 2**30  # bytes of address space
 
 
 def main() -> None:
     """Answer requests until the input ends."""
-    from jpaged.errors import RequestError, shown
-    from jpaged.serving.schemas.bodies import body_schema
-    from jpaged.serving.schemas.ignored_fields import ignored_fields
-    from jpaged.serving.web.body import decode_body
-    from jpaged.serving.web.body_process import SECONDS
-
     os.nice(5)
     if sys.platform == "linux":  # other systems ignore this limit
-        import resource
+        import resource  # Windows lacks it
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     source, answers = sys.stdin.buffer, sys.stdout

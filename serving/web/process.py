@@ -1,4 +1,7 @@
-"""The server's process: binds the address before the model loads, and serves until a signal."""
+"""The server's process: binds the address before the model loads, and serves until a signal.
+
+Imported late: resource, which Windows lacks.
+"""
 
 import asyncio
 import dataclasses

@@ -150,6 +150,27 @@ def test_no_folder_is_a_long_corridor():
     assert not {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MOST_FILES}
 
 
+def test_an_import_inside_a_function_has_its_reason():
+    """A comment on its line or above its group, or a line "Imported late: ..." in the docstring of the module."""
+    wrong = []
+    for path in python_files(*SHIPPED):
+        source = path.read_text(encoding="utf-8")
+        tree, lines = ast.parse(source), source.splitlines()
+        if "\nImported late: " in (ast.get_docstring(tree) or ""):
+            continue
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inside = {node for each in functions for node in ast.walk(each)}
+        late = {node.lineno: node for node in inside if isinstance(node, ast.Import | ast.ImportFrom)}
+        for number, one in late.items():
+            first = number
+            while first - 1 in late or not lines[first - 2].strip():
+                first -= 1
+            said = [*lines[number - 1 : one.end_lineno], lines[first - 2], lines[first - 1]]
+            if not any("#" in line for line in said):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_nothing_imports_an_entry_point():
     for path in python_files(*SHIPPED):
         for name in imports_of(path):

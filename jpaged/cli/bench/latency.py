@@ -1,4 +1,7 @@
-"""`jpaged bench latency`: measures how long one batch of equal requests takes from beginning to end."""
+"""`jpaged bench latency`: measures how long one batch of equal requests takes from beginning to end.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import time

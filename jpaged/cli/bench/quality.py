@@ -1,4 +1,7 @@
-"""`jpaged bench quality`: measures how well a model predicts a text, and how far it is from another model."""
+"""`jpaged bench quality`: measures how well a model predicts a text, and how far it is from another model.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,7 @@
-"""`jpaged bench serve`: sends a workload to a running server and measures its answers, as `vllm bench serve` does."""
+"""`jpaged bench serve`: sends a workload to a running server and measures its answers, as `vllm bench serve` does.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import asyncio
 import dataclasses

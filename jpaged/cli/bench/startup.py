@@ -1,4 +1,7 @@
-"""`jpaged bench startup`: measures how long an engine takes from its process's start to its first token."""
+"""`jpaged bench startup`: measures how long an engine takes from its process's start to its first token.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import json

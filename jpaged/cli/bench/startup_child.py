@@ -1,6 +1,8 @@
 """One start of an engine, for `jpaged bench startup`: prints its phases as JSON.
 
 The program: `python -m jpaged.cli.bench.startup_child OPTIONS`, with the engine's options as JSON.
+
+Imported late: all that a start imports, because the child measures it.
 """
 
 import collections

@@ -1,4 +1,7 @@
-"""`jpaged bench steps`: measures steps and fits a cost model for `jpaged simulate`."""
+"""`jpaged bench steps`: measures steps and fits a cost model for `jpaged simulate`.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import datetime

@@ -1,4 +1,7 @@
-"""`jpaged bench throughput`: measures how long many requests take that arrive at once."""
+"""`jpaged bench throughput`: measures how long many requests take that arrive at once.
+
+Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+"""
 
 import dataclasses
 import time

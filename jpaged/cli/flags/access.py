@@ -1,4 +1,7 @@
-"""Flags of `jpaged serve` about who may use the server: keys, hosts, other origins, TLS."""
+"""Flags of `jpaged serve` about who may use the server: keys, hosts, other origins, TLS.
+
+Imported late: the server, which `--help` does not need.
+"""
 
 import dataclasses
 import json

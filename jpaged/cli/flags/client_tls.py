@@ -1,4 +1,7 @@
-"""Flags of the commands that ask a server: which certificates of https servers to accept."""
+"""Flags of the commands that ask a server: which certificates of https servers to accept.
+
+Imported late: the client, which `--help` does not need.
+"""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,7 @@
-"""`--config FILE`: flags of a command from a YAML file, as in vLLM."""
+"""`--config FILE`: flags of a command from a YAML file, as in vLLM.
+
+Imported late: YAML and the server, which only `--config` needs.
+"""
 
 import json
 import pathlib

@@ -11,6 +11,8 @@ do not matter for a compile. Each further line is a request, each line of output
     {"grammar": text, "error": text}
 
 The answer's "grammar" is Lark if the request's was GBNF. Its "error" is "" on success.
+
+Imported late: llguidance, under the limits of the child process.
 """
 
 import json

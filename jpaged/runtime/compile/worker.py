@@ -5,6 +5,8 @@ exits at once, and no thread outlives the engine. The result comes back through 
 
 The program: `python -m jpaged.runtime.compile.worker FOLDER KERNEL...`. It prints a line when it is ready, then reads
 requests, one JSON object a line, and answers each with a line.
+
+Imported late: JAX and what uses it, in `main`: the parent imports this module for its class.
 """
 
 import json
