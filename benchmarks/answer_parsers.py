@@ -12,8 +12,8 @@ import platform
 import time
 
 from jpaged.params.reasoning_tags import REASONING_PARSERS
-from jpaged.parsers.formats import FORMATS
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.answer_parser import AnswerReader
+from jpaged.parsers.tool_formats import FORMATS
 
 SIZE = 2**20
 PIECE = 4  # characters per token, approximately

@@ -1,8 +1,8 @@
 """`LLM`: runs batches of prompts. `generate`: one batch in one call, for use from JAX code.
 
-Called by: the user's code, `cli` and `examples`; one call at a time, guarded by a lock.
-Owns: the engines of a process, and the thread that steps them: the caller's.
-Never: calls JAX, looks at KV blocks, or keeps a request after the call.
+Called by: the user's code, and `jpaged bench`; one call at a time, guarded by a lock.
+Owns: the engines, which the caller's thread steps; one thread for each with data_parallel_size.
+Never: calls JAX, or keeps a request after the call.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The decoder: one transformer for every family, driven by a DecoderSpec.
 
-Called by: the forward pass with pages; training and checks with dense attention.
+Called by: the forward pass, with pages; training, checks and calibration, with dense attention.
 Owns: the layers of every family, as its `DecoderSpec` describes them.
 Never: knows requests, pages or block tables: attention is an argument.
 

@@ -100,7 +100,7 @@ def quantized_parts(params: Params) -> Iterator[QuantizedWeight]:
 
 
 class LeafPlacer(Protocol):
-    """Puts leaves on devices: `Quantizer` on one, `placing.ShardedQuantizer` on several. See their methods."""
+    """Puts leaves on devices: `Quantizer` on one, `shard_weights.ShardedQuantizer` on several. See their methods."""
 
     def of_layer(self, layer: int | None) -> "LeafPlacer":
         """The placer of a layer's leaves. None: of the leaves that belong to no layer."""

@@ -15,8 +15,8 @@ from jaxtyping import Array
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.models.decoder import LAYER_VECTORS
-from jpaged.models.placing import ShardedQuantizer
 from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
+from jpaged.models.shard_weights import ShardedQuantizer
 from jpaged.models.sharding import find_devices, make_mesh, shards_of
 from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage
 from pallas_kernels import QuantizedWeight

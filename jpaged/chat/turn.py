@@ -8,10 +8,10 @@ from jpaged.chat.prompt import RenderOptions, chat_prompt, continued_text, templ
 from jpaged.errors import RequestError
 from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.params.sampling import SamplingParams
+from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.definitions import Tool, ToolChoice
-from jpaged.parsers.formats import ToolCallFormat, detect_format, tool_call_format
 from jpaged.parsers.grammar import enforced_format, tool_grammar
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.tool_formats import ToolCallFormat, detect_format, tool_call_format
 from jpaged.text.encoder import TokenLimit
 
 # Variables that templates of Qwen3, DeepSeek V3.1 and gpt-oss offer to callers. Other variables may set things that the

@@ -1,4 +1,4 @@
-"""The command line. Each command is a dataclass in its own file: the fields are the flags, `run()` does the work.
+"""The command line. A command is a dataclass in a file of its name: the fields are the flags, `run()` does the work.
 
 `--help` must be fast, so this package imports no jax at its top level. Each `run()` imports what it needs.
 

@@ -1,8 +1,8 @@
 """The engine's loop: schedule, dispatch, collect one step late, emit.
 
-Called by: `LLM._run`, or the thread of `frontend/engine_thread.py`: one `step` after the other.
+Called by: one thread: that of the caller (`LLM`), or of `frontend/engine_thread.py` or `engines_run.py`.
 Owns: the scheduler, the pipeline, the output processor, and the counters.
-Never: imports JAX, waits for the newest step, or asks what kind of answer a request wants.
+Never: imports JAX, or asks what kind of answer a request wants. `step` does not wait for the newest step; `flush` does.
 
 One call of `Engine.step`:
 

@@ -2,15 +2,17 @@
 
 Called by: the input processor, which makes requests; all of `engine` reads them.
 Owns: the known tokens of one sequence, and its three records.
-Never: decides anything: who writes a record is in the table below.
+Never: advances by itself: others write the records, as the table says.
 
 Each record has one writer:
 
-| Record | Contents | Written by |
+| Record | Contents | Later written by |
 |---|---|---|
 | `Request.kv` | block tables, block names | `KVCacheManager` |
 | `Request.schedule` | status, row, progress | `Scheduler` and its parts |
-| `Request.output` | text, log-probabilities, stop reason | the output processor and the strategies |
+| `Request.output` | text, log-probabilities, stop reason | the output processor, the strategies |
+
+`AnswerWriter` appends to `Request.token_ids`, and a beam search replaces those of its beams.
 
 An API call with n=4 makes four requests, which form one `RequestGroup`. The scheduler schedules each request by itself.
 """

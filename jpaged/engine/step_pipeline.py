@@ -1,8 +1,8 @@
 """Dispatches a step before it collects an earlier one: the device goes from one step straight to the next.
 
-Called by: `Engine.step`.
+Called by: `Engine`: `step`, and what must wait for all steps (`flush`, failures).
 Owns: the handles of the steps in flight.
-Never: looks into a plan or a result.
+Never: changes a plan or a result.
 
 With one device, the earlier step is the one before. With S pipeline stages it is S steps earlier: S steps are in flight
 between two turns, one in each stage.

@@ -2,7 +2,7 @@
 
 Called by: the scheduler writes plans, every runner reads them; results go the other way.
 Owns: the types between host and device, and the protocol `Runner`.
-Never: contains logic, or imports anything of `engine` or `runtime`.
+Never: imports anything of `engine` or `runtime`.
 
 1. The scheduler builds a `StepPlan`.
 2. `Runner.dispatch` packs the plan, starts the step, and returns a handle at once.
@@ -71,7 +71,7 @@ class RowExtras:
 
     token_ids: np.ndarray | None = None  # int32[N]    known tokens that penalties count: the prompt, then the output
     prompt_len: int = 0                  #             prompt tokens among them
-    bias_ids: np.ndarray | None = None   # int32[B]    B <= sampling_params.MAX_LOGIT_BIAS
+    bias_ids: np.ndarray | None = None   # int32[B]    B <= params.sampling.MAX_LOGIT_BIAS
     bias: np.ndarray | None = None       # float32[B]  added to the logits of bias_ids
     # Return the log-probabilities of the first `max_logprobs` bias_ids, in place of those of the most likely ids.
     scores_bias_ids: bool = False

@@ -6,7 +6,7 @@ from typing import Any
 
 from jpaged.parsers import mistral
 from jpaged.parsers.definitions import Tool, ToolChoice, check_enforced, without_annotations
-from jpaged.parsers.formats import FORMATS, ToolCallFormat
+from jpaged.parsers.tool_formats import FORMATS, ToolCallFormat
 
 # White space as chat templates and `json.dumps` write it. Models were trained on it, and it is bounded.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

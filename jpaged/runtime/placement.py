@@ -23,7 +23,7 @@ from jpaged.runtime.targets import Target
 #
 # XLA takes a program whose arguments fill more than 80% of the memory for one that does not fit, and computes results
 # twice to save memory: 456 kernels instead of 424 in a decode step of Llama 3.1 8B (deviceless). The KV pool fills the
-# memory on purpose, and `memory.fit` counts the bytes of the programs. So that pass is off.
+# memory on purpose, and `memory.plan.fit` counts the bytes of the programs. So that pass is off.
 _NVIDIA_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"

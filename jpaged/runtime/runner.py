@@ -1,8 +1,8 @@
 """ModelRunner: the device, as the engine sees it. It packs plans, chooses programs, and runs them.
 
-Called by: the step pipeline; `frontend/build.py` makes it.
+Called by: the step pipeline and `Engine`; `frontend/build.py` makes it.
 Owns: the device: weights, pages, request table, and the table of compiled programs.
-Never: compiles after ready, decides which requests run, or knows what a request is.
+Never: compiles after ready, or knows what a request is.
 
 `dispatch` starts a step and returns at once with a handle. `collect` waits for that step's tokens. In between the
 engine makes the next plan, so the device never waits for the host.
@@ -42,15 +42,15 @@ from jpaged.runtime.compile.background import BackgroundCompiler
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
 from jpaged.runtime.memory import plan as memory
-from jpaged.runtime.memory.new_params import check_params
 from jpaged.runtime.memory.out_of_memory import advice, explained
 from jpaged.runtime.memory.sleeping import HostWeights
-from jpaged.runtime.parallel.front_stages import FrontStages, upload_long_rows
+from jpaged.runtime.new_params import check_params
+from jpaged.runtime.parallel.front_stages import FrontStages
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.profiling import Profiler
 from jpaged.runtime.sampling.sampler import unpack
 from jpaged.runtime.state import DeviceState
-from jpaged.runtime.step.batch import pack
+from jpaged.runtime.step.batch import pack, upload_long_rows
 from jpaged.runtime.step.block_moves import BlockMover, host_slots
 from jpaged.runtime.step.forward import flat_weights, run_forward
 from jpaged.runtime.step.output_programs import OutputShape, lm_head_params, uses_extras

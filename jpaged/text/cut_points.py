@@ -10,7 +10,7 @@ if all of this holds:
 4. Or there is no pre-tokenizer, and no token of the vocabulary has the separator after a letter or a digit. Then no
    merge of BPE crosses the cut.
 
-`find_cut_points` checks these conditions. A tokenizer that it does not know has no cut points.
+`describe` checks these conditions. A tokenizer that it does not know has no cut points.
 """
 
 import dataclasses

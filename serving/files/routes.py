@@ -11,11 +11,11 @@ from starlette.routing import Route
 from jpaged.errors import RequestError
 from jpaged.serving.files.batch_jobs import BatchJobs
 from jpaged.serving.files.store import FileStore, Upload
-from jpaged.serving.openai_api.paging import PageQuery
 from jpaged.serving.schemas.files import BatchList, BatchObject, CreateBatch, DeletedFile, FileList, FileObject
 from jpaged.serving.web.auth import OWNER
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.error_responses import APIError, ClientDisconnected
+from jpaged.serving.web.list_pages import PageQuery
 from jpaged.serving.web.multipart import FormPart, boundary_of, read_form
 
 T = TypeVar("T", FileObject, BatchObject)

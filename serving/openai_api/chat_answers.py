@@ -6,8 +6,8 @@ from msgspec import UNSET
 
 from jpaged.parsers import answer as parsed
 from jpaged.parsers.answer import AnswerDelta
-from jpaged.parsers.formats import call_id
-from jpaged.parsers.parser import AnswerParser, AnswerReader
+from jpaged.parsers.answer_parser import AnswerParser, AnswerReader
+from jpaged.parsers.tool_formats import call_id
 from jpaged.serving.openai_api.chat_tools import ChatTools
 from jpaged.serving.openai_api.custom_input import CustomInput
 from jpaged.serving.openai_api.generation import Update

@@ -11,8 +11,8 @@ from typing import Any
 
 from jpaged.chat.turn import ChatTurn
 from jpaged.errors import RequestError
+from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.definitions import Tool, ToolChoice, checked_tools
-from jpaged.parsers.parser import AnswerReader
 from jpaged.serving.schemas.requests import ChatRequest, NamedFunction, ToolChoiceObject
 
 INPUT = "input"

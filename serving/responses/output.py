@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from jpaged.parsers.answer import AnswerDelta, ToolCallDelta
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.serving.openai_api.generation import Update, new_id
 from jpaged.serving.responses.logprobs import EncodedToken, WaitingTokens, joined
 from jpaged.serving.schemas.responses_answers import (

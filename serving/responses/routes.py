@@ -19,7 +19,6 @@ from jpaged.serving.openai_api.chat_run import prepare
 from jpaged.serving.openai_api.chat_tools import tools_of
 from jpaged.serving.openai_api.chat_turns import turn_of
 from jpaged.serving.openai_api.generation import Server, new_id
-from jpaged.serving.openai_api.paging import PageQuery
 from jpaged.serving.responses.input import (
     RENAMES,
     chat_request,
@@ -43,6 +42,7 @@ from jpaged.serving.web.auth import OWNER
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.error_responses import APIError, error_body
+from jpaged.serving.web.list_pages import PageQuery
 from jpaged.serving.web.sse import Framing, open_stream, typed_event
 
 MAX_DIGITS = 10  # of a sequence number in a query

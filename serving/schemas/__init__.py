@@ -1,1 +1,1 @@
-"""The structs of all bodies and answers, by API. Data only: they convert and decide nothing."""
+"""Bodies and answers of all APIs as structs, and the reading of one: by its type, with unknown fields."""

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, bodies, limits, TLS, keys, logs. Knows the structs of bodies, and no route."""
+"""HTTP itself: connections, bodies, limits, TLS, keys, logs. Imports no route."""

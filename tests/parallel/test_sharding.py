@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.placing import ShardedQuantizer
 from jpaged.models.quantization import SCHEMES, Quantizer
+from jpaged.models.shard_weights import ShardedQuantizer
 from jpaged.models.sharding import (
     AXES,
     Shards,

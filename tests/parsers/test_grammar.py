@@ -6,10 +6,10 @@ import llguidance
 import pytest
 
 from jpaged.errors import RequestError
+from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.definitions import ToolChoice, checked_tools
-from jpaged.parsers.formats import FORMATS
 from jpaged.parsers.grammar import enforced_format, tool_grammar
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.tool_formats import FORMATS
 
 NUMBER = {"$ref": "#/$defs/number"}
 SEARCH = {"properties": {"n": NUMBER}, "required": ["n"], "$defs": {"number": {"type": "integer"}}}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.parsers.answer import ParsedAnswer
-from jpaged.parsers.formats import FORMATS
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.answer_parser import AnswerReader
+from jpaged.parsers.tool_formats import FORMATS
 from tests.support.tool_calls import RECORDED, TOOLS, reader
 
 QWEN3 = REASONING_PARSERS["qwen3"]

@@ -96,6 +96,7 @@ ROOMS = {
     },
     "jpaged.cli": {"flags": set(), "bench": {"flags"}},
 }
+OTHER_FILES = {"html/entities.py", "configuration_NAME.py", "modeling_NAME.py", "models/families/NAME.py"}
 MOST_FILES = 30  # in a folder: more are not read as a list
 PRIVATE_JAX_ALLOWED = {"jpaged/runtime/jax_compat.py"}
 # Importable names that a file in serving/ would hide from `python serving/app.py`, which puts its folder first.
@@ -270,6 +271,17 @@ def test_every_path_on_a_page_exists():
         found |= {(page.name, path) for path in paths if "NAME" not in path}
     assert len(found) > 100
     assert not sorted((page, path) for page, path in found if not (ROOT / path).exists())
+
+
+def test_every_module_that_docs_and_comments_name_exists():
+    """`runtime/step/batch.py` and `batch.py` in backticks: a file of the project ends like this."""
+    known = {path.relative_to(ROOT).as_posix() for path in python_files(*ALL)} | {"hatch_build.py"}
+    endings = {"/".join(name.split("/")[start:]) for name in known for start in range(name.count("/") + 1)}
+    wrong = []
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *python_files(*SHIPPED)]:
+        named = set(re.findall(r"`([a-z_][\w/]*\.py)`", path.read_text(encoding="utf-8")))
+        wrong += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(named - endings - OTHER_FILES)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_path_to_read_is_short_and_each_file_says_its_place():

@@ -16,11 +16,11 @@ from jpaged.errors import ModelLoadError
 from jpaged.frontend.build import build_engine
 from jpaged.models.spec import Activation, DecoderSpec, Rope, param_shapes
 from jpaged.runtime import nvidia_devices
+from jpaged.runtime.compile import gated_dot_choice as feed_forward
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.memory.out_of_memory import advice, explained
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
-from jpaged.runtime.step import feed_forward
 from pallas_kernels import platforms
 from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu

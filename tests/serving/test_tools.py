@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jpaged.chat.turn import ChatFormats
-from jpaged.parsers.formats import FORMATS
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.answer_parser import AnswerReader
+from jpaged.parsers.tool_formats import FORMATS
 from jpaged.serving.application import create_app
 from jpaged.serving.openai_api.chat_answers import ChatAnswers
 from jpaged.serving.openai_api.chat_tools import ChatTools

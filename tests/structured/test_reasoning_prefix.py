@@ -10,7 +10,7 @@ from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, ReasoningPref
 from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.structured_outputs import StructuredOutputsParams
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.answer_parser import AnswerReader
 from tests.structured import sampling
 from tests.structured.grammar_model import DEMO, SECONDS, Model, model
 

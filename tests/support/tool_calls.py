@@ -1,7 +1,7 @@
 """Recorded answers of models that call tools, and a reader that parses them."""
 
-from jpaged.parsers.formats import FORMATS
-from jpaged.parsers.parser import AnswerReader
+from jpaged.parsers.answer_parser import AnswerReader
+from jpaged.parsers.tool_formats import FORMATS
 
 TOOLS = frozenset({"get_weather", "search", "now", "send.mail-1"})
 

@@ -1,1 +1,1 @@
-"""Flags that commands share, where they come from, and how they are grouped in `--help`. No command."""
+"""Flags: groups that commands have as a field, where they come from, and their order in `--help`. No command."""

@@ -1,10 +1,10 @@
 """Checks a prompt and its parameters, and makes a request group of them. Bad input is refused before it is scheduled.
 
-Called by: `LLM` in its own thread, `AsyncLLM` in threads for tokenising.
+Called by: `LLM` in the caller's thread, `AsyncLLM` in threads for tokenising, `Engine.add_request`.
 Owns: the tokenizer's encoder, and the compiler of grammars.
-Never: schedules anything, and keeps nothing of a request.
+Never: schedules a request, or remembers one.
 
-Has no state that a request changes, so any thread may call it.
+Requests change nothing in it but what was logged once, so any thread may call it.
 """
 
 import dataclasses

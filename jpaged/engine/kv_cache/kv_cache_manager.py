@@ -1,6 +1,6 @@
 """Block tables of requests: find a prefix, fork, grow with the tokens, name full blocks, free.
 
-Called by: the scheduler and its parts, in the engine's thread.
+Called by: the scheduler and its parts; `Engine` for handover and reset. Other threads only read counts.
 Owns: `Request.kv`: the block tables, and the names of full blocks.
 Never: copies KV: it records moves, which the next plan takes to the device.
 

@@ -1,4 +1,9 @@
-"""Appends tokens to the output of a request: text, stop checks, log-probabilities."""
+"""Appends tokens to the output of a request: text, stop checks, log-probabilities.
+
+Called by: the strategies, for each token.
+Owns: nothing: it writes `Request.output` and appends to `Request.token_ids`.
+Never: ends a request: it returns the end state.
+"""
 
 from collections.abc import Sequence
 from typing import Any

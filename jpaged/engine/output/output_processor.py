@@ -1,15 +1,13 @@
 """Results of steps in, outputs of request groups out.
 
-Called by: `Engine.step`, with the result of an earlier step.
+Called by: `Engine`: `process` with the result of an earlier step; `add`, `end` and failures.
 Owns: the live request groups.
-Never: fails a step: the error of one request ends that request.
+Never: lets the error of one request end another.
 
 1. `add` registers a request group, and lets its strategy begin.
 2. `process` hands the result of every row to its request group's strategy. It ends requests, and returns the
    outputs of request groups that ended or that stream a new token.
 3. `late_masks` computes masks that depend on the tokens of the step just processed.
-
-An error in one request's output ends that request. The other requests continue.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Step 1 of scheduling: every request whose last token was sampled advances by that token.
 
-Called by: `Scheduler.schedule`, before any prompt gets a token.
-Owns: the boundary of each decoding request: the step in which it needs more than a counter.
+Called by: `Scheduler.schedule`, before any prompt gets a token; the plan builder, for a row that begins to decode.
+Owns: the rule for `next_boundary`: the step in which a decode needs more than a counter.
 Never: delays a decode for a prompt.
 
 Nearly all decodes are plain: the token fits into the request's last block, so nothing changes but counters. A request

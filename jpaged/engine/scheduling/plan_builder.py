@@ -1,14 +1,16 @@
 """Builds a step's plan from a selection of rows and tokens.
 
 Called by: `Scheduler.schedule`, as its last act.
-Owns: the arrays of the plan that it is building.
-Never: changes which requests run: the selection is final.
+Owns: the arrays of the plan, and the counts that they make final: tokens computed, tokens in flight.
+Never: drops a selected request. It adds only the followers that fork from one.
 
 Until the plan is built, preemption may remove a row from the selection. Building the plan makes the selection final:
-tokens count as computed, samples as in flight, and full blocks are named.  1. Decodes come first. Their tokens are
-already counted. 2. Rows that compute a chunk follow. A row that reaches the end of its known tokens samples, and
-decodes from then on. 3. Followers of a request whose prompt ends fork from it. They come last, and compute no token of
-their own. 4. Block moves, masks and tokens to score complete the plan.
+tokens count as computed, samples as in flight, and full blocks are named.
+
+1. Decodes come first. Their tokens are already counted.
+2. Rows that compute a chunk follow. A row that reaches the end of its known tokens samples, and decodes from then on.
+3. Followers of a request whose prompt ends fork from it. They come last, and compute no token of their own.
+4. Block moves, masks and tokens to score complete the plan.
 """
 
 import array

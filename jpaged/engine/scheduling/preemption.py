@@ -14,8 +14,8 @@ class Preemption:
 
     There are three causes:
 
-    - No block is free (`grow`). `RunningRequests.victim` chooses the request: the last in the policy's order, but the
-      oldest request only if it is alone. Alone it always fits, so the engine always makes progress.
+    - No block is free (`grow`). The `victim` is the last request in the policy's order, but the oldest request only if
+      it is alone. Alone it always fits, so the engine always makes progress.
     - The request outgrows the short rope of a longrope model. It is preempted itself, and recomputes its KV.
     - All running requests are beams on hold, and one of their search waits for blocks (`preempt_last`).
     """
@@ -33,7 +33,7 @@ class Preemption:
         """
         manager, kv = self._manager, request.kv
         while (reach := manager.slots_within_reach(request)) <= done:
-            victim = self._running.victim()
+            victim = self.victim()
             self.preempt(victim, selection)
             if victim is request:
                 return 0
@@ -47,6 +47,13 @@ class Preemption:
         if not row_is_new:
             selection.block_updates += [(request.schedule.row, *change) for change in changes]
         return count
+
+    def victim(self) -> Request:
+        """The request to preempt next: the last in the policy's order, but the oldest request only if it is alone."""
+        *others, last = self._running.requests
+        if others and last is min(self._running.requests, key=lambda request: request.arrival):
+            return others[-1]
+        return last
 
     def preempt(self, request: Request, selection: StepSelection) -> None:
         """Free the row and blocks of a running request, and put it back into the waiting queue."""

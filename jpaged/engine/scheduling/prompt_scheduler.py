@@ -1,5 +1,9 @@
 """Steps 2 and 3 of scheduling: prompts that are being computed get a chunk, and waiting requests start.
 
+Called by: `Scheduler.schedule`, after the decodes.
+Owns: the order in which prompts get the rest of the token budget.
+Never: preempts a decode for a prompt that waits.
+
 Short prompts do not wait for long ones. A prompt is long if one step cannot compute all of it. At most
 `max_num_partial_prefills` long prompts are computed at a time, so that the next one finds the prefix that both share in
 the prefix index. A waiting request does not start either while a long prompt computes tokens that both share. While

@@ -11,7 +11,6 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError
 
 _rank = attrgetter("schedule.rank")  # as the key of a sorted list faster than a function
-_arrival = attrgetter("arrival")
 
 
 class RunningRequests:
@@ -64,13 +63,6 @@ class RunningRequests:
         if len(variants) == 1 and decodes:
             return variants[0]
         return max((request.sampler for request in decodes), default=SamplerVariant.GREEDY)
-
-    def victim(self) -> Request:
-        """The request to preempt next: the last in the policy's order, but the oldest request only if it is alone."""
-        last = self.requests[-1]
-        if len(self.requests) > 1 and last is min(self.requests, key=_arrival):
-            return self.requests[-2]
-        return last
 
     def check(self) -> None:
         """Raise EngineError unless rows, states and counts agree."""

@@ -1,8 +1,8 @@
 """Decides which requests run in a step, and by how many tokens each of them advances.
 
-Called by: `Engine`: `schedule` once a step; `add` and `finish` when requests come and end.
+Called by: `Engine` once a step (`schedule`); strategies add requests, the output processor ends them.
 Owns: the queues, the rows, and the status and progress of every request.
-Never: reads tokens, knows what they mean, or touches the device.
+Never: reads tokens, or touches the device.
 
 There is no prefill phase and no decode phase. A request has tokens whose KV is missing, and each step computes some of
 them within a token budget. One call of `schedule`:
@@ -10,12 +10,12 @@ them within a token budget. One call of `schedule`:
 1. Decodes: every running request whose last token was sampled advances by that token (`decode_scheduler`).
 2. Prompts: a running request with known tokens to compute gets a chunk within the budget (`prompt_scheduler`).
 3. New requests start in the order of the policy (`waiting_queue`), while there are rows, blocks and budget.
-4. The selection becomes a plan (`plan_builder`). Its prompt tokens count as computed from here on, its decodes since
+4. The selection becomes a plan (`plan_builder`). Prompt tokens count as computed from here on, decodes since
    step 1. A follower forks from the first request of its group when the plan finishes the prompt (`forks`).
 
 If a running request finds no free block in steps 1 and 2, the last running request in the policy's order is preempted,
 but the oldest only if it is alone (`preemption`). A waiting request that finds no room in step 3 keeps waiting. Decodes
-never wait: they have their tokens in every step. `target_step_ms` limits the prompt tokens that a step adds to them
+never wait for prompts: they have their tokens first. `target_step_ms` limits the prompt tokens that a step adds to them
 (`step_pace`).
 
 If the rope of a model depends on the sequence length (longrope), a sequence that grows beyond `longrope_switch_len`

@@ -1,4 +1,4 @@
-"""Strategies: how the requests of a request group become its answer. One file per kind of answer."""
+"""Strategies: how the requests of a request group become its answer. One class per kind of answer."""
 
 from jpaged.engine.strategies.base import CollectedStep, Output, Strategy, StrategyContext
 from jpaged.engine.strategies.beam import BeamStrategy

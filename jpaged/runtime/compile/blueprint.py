@@ -1,4 +1,4 @@
-"""Start-up as a chain: blueprint -> fitted build -> runner (`runner.ModelRunner`).
+"""Start-up as a chain: blueprint -> fitted build -> runner. `ModelRunner` calls `FittedBuild.compile_table`.
 
 1. `Blueprint.draw` decides sizes, shapes and the attention implementation from model, options and device. It knows
    nothing of memory.
@@ -28,6 +28,7 @@ from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime.compile.estimate import estimate_temporaries
+from jpaged.runtime.compile.gated_dot_choice import checked_implementation, named_implementation
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.memory import plan as memory
@@ -36,7 +37,6 @@ from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
-from jpaged.runtime.step.feed_forward import checked_implementation, named_implementation
 from jpaged.runtime.step.forward import compile_forward, upload_row
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, compile_output
 from jpaged.runtime.step.programs import (

@@ -1,1 +1,1 @@
-"""Several devices: pipeline stages, and processes that run one engine together."""
+"""Pipeline stages, and processes that run one engine together. Tensor parallelism is in `jpaged.models.sharding`."""

@@ -23,34 +23,13 @@ from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import Params
 from jpaged.runtime.compile.blueprint import FittedBuild
 from jpaged.runtime.memory.sleeping import HostWeights
-from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, Field
-from jpaged.runtime.step.batch import block_updates, pack
+from jpaged.runtime.step.batch import pack, upload_long_rows
 from jpaged.runtime.step.block_moves import BlockMover
 from jpaged.runtime.step.forward import flat_weights, run_forward
 from jpaged.runtime.step.output_programs import SampleShape
 from jpaged.runtime.step.programs import ProgramTable
 from jpaged.runtime.store.stored_programs import compile_program
-
-
-def upload_long_rows(
-    state: DeviceState, plan: StepPlan, width: int, most: int, upload: Callable[..., DeviceState], placement: Placement
-) -> tuple[DeviceState, np.ndarray]:
-    """Upload block tables that do not fit into the packed plan, one row at a time, longest first.
-
-    width: columns of one kv_group. most: updates that fit. upload: a program of `compile_upload_row`. `state` is
-    donated if there is such a row. Returns the state, and int32[U, 3], the updates that are left: see `block_updates`.
-    """
-    updates = block_updates(plan, width)
-    for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
-        if len(updates) <= most:
-            break
-        row = np.zeros(1 + state.blocks.shape[1], np.int32)
-        row[0] = init.row
-        row[1 + init.blocks[:, 0] * width + init.blocks[:, 1]] = init.blocks[:, 2]
-        state = upload(state, placement.put(row))
-        updates = updates[updates[:, 0] != init.row]
-    return state, updates
 
 
 @dataclasses.dataclass(frozen=True)

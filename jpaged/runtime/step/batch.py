@@ -1,14 +1,15 @@
 """Inputs of a step: the packed plan, which is uploaded, and the `Batch` that the device builds from it.
 
-Called by: `ModelRunner.dispatch` packs, the forward program unpacks.
+Called by: `ModelRunner.dispatch` and `FrontStages` pack; the forward program unpacks.
 Owns: the layout of the one array that a step uploads.
 Never: reads an array of the device on the host.
 
-The host never sends ids of decodes, positions, KV slots or lengths: they come from the request table.
+For decodes the host sends row numbers only: ids, positions, KV slots and lengths come from the request table.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import flax.struct
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jpaged.engine.step_plan import StepPlan
+from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, row_values
 
 # Block-table changes that fit into a packed plan in addition to those that its own tokens can need.
@@ -188,3 +190,23 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Forwar
         rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
     )
     return state.replace(table=table, blocks=blocks), batch
+
+
+def upload_long_rows(
+    state: DeviceState, plan: StepPlan, width: int, most: int, upload: Callable[..., DeviceState], placement: Placement
+) -> tuple[DeviceState, np.ndarray]:
+    """Upload block tables that do not fit into the packed plan, one row at a time, longest first.
+
+    width: columns of one kv_group. most: updates that fit. upload: a program of `compile_upload_row`. `state` is
+    donated if there is such a row. Returns the state, and int32[U, 3], the updates that are left: see `block_updates`.
+    """
+    updates = block_updates(plan, width)
+    for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):
+        if len(updates) <= most:
+            break
+        row = np.zeros(1 + state.blocks.shape[1], np.int32)
+        row[0] = init.row
+        row[1 + init.blocks[:, 0] * width + init.blocks[:, 1]] = init.blocks[:, 2]
+        state = upload(state, placement.put(row))
+        updates = updates[updates[:, 0] != init.row]
+    return state, updates

@@ -1,6 +1,6 @@
 """The forward pass of a step: from the packed plan to one hidden state per token. `output_programs` has the rest.
 
-Called by: `compile/blueprint.py`, which compiles it once for each shape; `ModelRunner.dispatch` runs it.
+Called by: `compile/blueprint.py`, which compiles it for each shape; `ModelRunner.dispatch` and `FrontStages` run it.
 Owns: the order of a step on the device.
 Never: samples, or branches on the values of an array.
 

@@ -2,7 +2,7 @@
 
 Called by: `ModelRunner.dispatch` after the forward pass, or `ModelRunner.sample` when masks are late.
 Owns: the step from hidden states to tokens, log-probabilities or vectors.
-Never: runs a layer, or returns logits to the host.
+Never: runs a layer. Logits of a whole row leave the device only if a request asks for all of them.
 
 They read hidden states that the forward pass left in `DeviceState.hidden`, and apply the lm_head to selected tokens:
 - `sample` draws one token for each row and writes it into the request table, where the next decode reads it;

@@ -255,7 +255,7 @@ class ProgramTable:
             if kind not in self._awaited:
                 logger.debug("a request waits for a program that is being compiled, or read from the cache: %s", kind)
             self._awaited.add(kind)
-        return not any(kind_of(shape) == kind for shape in self.missing)  # then `_smallest` raises
+        return not any(kind_of(shape) == kind for shape in self.missing)  # then `_wait` raises
 
     def is_awaited(self, shape: Shape) -> bool:
         """Whether a step waits for a program of this shape's kind."""

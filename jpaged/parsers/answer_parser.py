@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.parsers.answer import AnswerDelta, AnswerSink, ParsedAnswer
-from jpaged.parsers.formats import ToolCallFormat
 from jpaged.parsers.reasoning import read_reasoning
 from jpaged.parsers.scanner import Scanner, Steps
+from jpaged.parsers.tool_formats import ToolCallFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
