@@ -23,7 +23,7 @@ import statistics
 import time
 from typing import Any, Protocol
 
-import gated_products
+import gated_matmul
 import jax
 import numpy as np
 from kernels import Shape, chained, paged_case, seconds, sentence
@@ -160,8 +160,8 @@ def tune_gated_dot(args: argparse.Namespace, end: float) -> None:
     device = jax.devices()[0]
     found = json.loads(args.gated_file.read_text("utf-8")) if args.gated_file.exists() else {}
     choices = {"stages": GATED["stages"][:2]} if args.tiny else GATED
-    for products in gated_products.workloads(args.tiny):
-        judge = gated_products.Judge(products, args.repeats)
+    for products in gated_matmul.workloads(args.tiny):
+        judge = gated_matmul.Judge(products, args.repeats)
         start = gated_tilings.Tiling.by_rule(products.rows, small_blocks=has_small_blocks())
         share = float("inf")
         best: Any = None

@@ -34,7 +34,7 @@ from tests.golden.pooling import QWEN3_CLASSIFIER
 MODELS: dict[str, dict[str, Any]] = {
     name: BY_NAME[name].config for name in ("llama", "gemma3", "gpt2", "mixtral", "deepseek-v3", "gpt-oss")
 } | {"classifier": QWEN3_CLASSIFIER.config}
-OPTIONS = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 BLOCKS = 64
 # Lines of the tables of places, and what refers to them.
 TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d.*\n)*\n?", re.MULTILINE)
@@ -52,7 +52,7 @@ def programs(config: dict[str, Any], target: Target) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "config.json")
         path.write_text(json.dumps(config))
-        engine = EngineConfig(model=str(path), **OPTIONS)  # type: ignore[arg-type]
+        engine = EngineConfig(model=str(path), **OPTIONS)
         placement = Placement.for_target(target, shards_of(engine))
         described = describe(engine, target.platform, [placement.mesh])
     blueprint = Blueprint.draw(ServedModel(described.spec, described.params), engine, placement)
