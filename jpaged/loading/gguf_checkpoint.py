@@ -5,7 +5,7 @@ ordered for interleaved rotary embedding. Gemma's norms have 1 added. The expert
 
 `quantized` unpacks tensors of common quantised types and keeps their codes (gguf_blocks.py). `array` dequantises all
 types to float32 in numpy, one tensor at a time. One core does 160 to 330 million weights a second (Q8_0, Q4_0, Q4_K,
-Q5_K, Q6_K; benchmarks/gguf_reading.py). A model of 8 billion weights in Q4_K takes about 40 s.
+Q5_K, Q6_K; docs/decisions.md). A model of 8 billion weights in Q4_K takes about 40 s.
 """
 
 import dataclasses

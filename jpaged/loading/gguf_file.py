@@ -7,7 +7,7 @@ Format (ggml's docs/gguf.md, versions 2 and 3), all little-endian:
 4. Padding, then the data.
 
 The header is parsed here, because `gguf.GGUFReader` makes a numpy array of every string. For 150,000 tokens and
-150,000 merges it took 5.9 s, and this parser 0.08 s (benchmarks/gguf_reading.py).
+150,000 merges it took 5.9 s, and this parser 0.08 s (docs/decisions.md).
 
 Imported late: gguf, which only .gguf files need.
 """
