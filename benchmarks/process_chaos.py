@@ -52,12 +52,11 @@ class Pair:
     """The two processes of an engine, with their logs in a folder."""
 
     def __init__(
-        self, folder: pathlib.Path, model: str = "demo", *, other_options: bool = False, tensor: int = 2,
-        dtype: str = "float32", slurm: bool = False,
-    ):  # fmt: skip
+        self, folder: pathlib.Path, *, other_options: bool = False, tensor: int = 2, slurm: bool = False
+    ):
         """slurm: start both with one command, and the variables that Slurm sets."""
         self.port, group_port = free_port(), free_port(2)
-        shared = [model, "--dtype", dtype, "--max-model-len", "256", "--max-num-seqs", "8"]
+        shared = ["demo", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8"]
         shared += ["--tensor-parallel-size", str(tensor), "--master-port", str(group_port), "--join-timeout", "60"]
         flags = f"--xla_force_host_platform_device_count={tensor // 2}"
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
