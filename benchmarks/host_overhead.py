@@ -7,6 +7,7 @@ Prints tables and the machine. Needs no model and no accelerator. `engine step` 
 `clock` and `processor` are the least of several rounds: other programs on the machine only add to them.
 """
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -59,7 +60,7 @@ DELTAS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, output_
 # Parts of a step: the function, and where the engine finds it.
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("schedule", Scheduler, "schedule"),
-    ("changes of block tables", runner_module, "block_updates"),
+    ("changes of block tables", runner_module, "upload_long_rows"),
     ("pack the plan", runner_module, "pack"),
     ("call of the forward program", runner_module, "run_forward"),
     ("call of the sampling program", ModelRunner, "_run_output"),
@@ -161,7 +162,7 @@ def microseconds(work: Callable[[], int], rounds: int = 5) -> Cost:
 def idle_runner(max_num_seqs: int) -> ModelRunner:
     """A runner of MANY_LEAVES whose programs compute nothing: they return the state that they are given."""
 
-    def forward(params: Any, state: Any, packed: jax.Array, **static: Any) -> tuple[Any, jax.Array]:
+    def forward(params: Any, state: Any, packed: jax.Array, hidden: None, **static: Any) -> tuple[Any, jax.Array]:
         return state, packed[0]
 
     def sample(
@@ -406,6 +407,7 @@ def _answer(decoder: TextDecoder, token_ids: list[int], params: SamplingParams) 
 
 def main() -> None:
     """Print the tables."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     copying, describing, checking = inspection()
     costs, (own, theirs) = {n: metrics_cost(n) for n in ROWS}, observation()
     full_attention, seven = (None,), (512,) * 6 + (None,)
