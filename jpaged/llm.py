@@ -200,9 +200,7 @@ class LLM(EngineAccess):
 
         Errors as for `generate`.
         """
-        pooling = self.engine.inputs.limits.pooling
-        task = pooling_task or ("embed" if pooling is None else pooling.task)
-        return cast(list[PoolingRequestOutput[Any]], self._pool(task, prompts, pooling_params, use_tqdm))
+        return cast(list[PoolingRequestOutput[Any]], self._pool(pooling_task, prompts, pooling_params, use_tqdm))
 
     def embed(
         self,
@@ -398,7 +396,7 @@ class LLM(EngineAccess):
 
     def _pool(
         self,
-        task: str,
+        task: str | None,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None,
         use_tqdm: UseTqdm,
@@ -408,7 +406,11 @@ class LLM(EngineAccess):
         for params in each:
             if not isinstance(params, PoolingParams):
                 raise RequestError("pooling_params", params, "must be a jpaged.PoolingParams")
-        tasks = [dataclasses.replace(params, task=task) for params in each]
+            if task is not None and params.task not in (None, task):
+                raise RequestError("task", params.task, f"must be {task!r} or None in this call")
+        pooling = self.engine.inputs.limits.pooling
+        own = "embed" if pooling is None else pooling.task
+        tasks = [dataclasses.replace(params, task=task or params.task or own) for params in each]
         return self._answer(prompts, "pooling_params", tasks if isinstance(given, Sequence) else tasks[0], use_tqdm)
 
     def _answer(

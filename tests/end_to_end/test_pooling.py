@@ -208,7 +208,9 @@ def test_each_token_has_the_vector_that_it_has_as_the_last_one(model, request):
     asked = [{"prompt_token_ids": each["prompt_token_ids"]} for each in workload(6, seed=3)]
     pooled(llm, asked)
     task = "token_classify" if llm.spec.num_labels else "token_embed"
-    outputs = llm.encode(asked, pooling_task=task, use_tqdm=False)
+    outputs = llm.encode(asked, PoolingParams(task=task), use_tqdm=False)
+    with pytest.raises(RequestError, match=f"^task must be '.*' or None in this call, got '{task}'"):
+        (llm.classify if llm.spec.num_labels else llm.embed)(asked, pooling_params=PoolingParams(task=task))
     cut = [{"prompt_token_ids": each["prompt_token_ids"][: i + 1]} for each in asked
            for i in range(0, len(each["prompt_token_ids"]), 7)]  # fmt: skip
     wanted = iter(pooled(llm, cut))
