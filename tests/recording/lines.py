@@ -67,7 +67,7 @@ class Reach:
             path = os.path.normpath(args[0])
             if not path.startswith(_PREFIX) or "/__pycache__/" in path or path.endswith(".pyc"):
                 return
-            if not path.endswith(".py") or not sys._getframe(1).f_code.co_filename.endswith(_IMPORTERS):
+            if not path.endswith(".py") or not _opener().endswith(_IMPORTERS):
                 self._add(path[len(_PREFIX):], 0)
 
     def _file(self, name: str) -> str | None:
@@ -80,6 +80,14 @@ class Reach:
                 if relative.parts[0] in PRODUCT:
                     self._files[name] = relative.as_posix()
         return self._files[name]
+
+
+def _opener() -> str:
+    """File of the Python function that opens a file."""
+    try:
+        return sys._getframe(2).f_code.co_filename
+    except ValueError:  # there is none: Python opens the script that it runs
+        return _IMPORTERS[0]
 
 
 def start_child() -> None:
