@@ -24,9 +24,7 @@ from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.targets import TARGETS, Target
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # tests have the models
 from jpaged.loading.model_description import describe
 from tests.golden.checkpoints import BY_NAME
 from tests.golden.pooling import QWEN3_CLASSIFIER

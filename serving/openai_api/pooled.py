@@ -85,7 +85,7 @@ async def pooled(
             if isinstance(output.outputs, TokenPoolingOutput):
                 numbers += output.outputs.data.size
             if numbers > MAX_NUMBERS:
-                accepted = f"the vectors of its tokens are more than {MAX_NUMBERS:,} numbers: send fewer inputs at once"
+                accepted = f"vectors of its tokens are more than {MAX_NUMBERS:,} numbers: send fewer or shorter ones"
                 raise RequestError("input", f"{len(prompts)} inputs", accepted)
     if any(final.outputs is None for final in finals.values()):
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, generation.ABORTED, code="aborted")
