@@ -40,7 +40,7 @@ from jpaged.engine.output.output_processor import OutputProcessor
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.step_plan import RowMask, SamplerVariant, StepPlan, StepResult
 from jpaged.frontend.build import BuiltEngine
-from jpaged.metrics import TOKEN_BOUNDS, Histogram, ProgramFigures
+from jpaged.metrics import TOKEN_BOUNDS, Histogram, ProgramMetrics
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.runtime import runner as runner_module
@@ -91,8 +91,8 @@ class NoDevice:
         self.max_num_seqs = max_num_seqs
         self.windows = windows
 
-    def program_figures(self) -> ProgramFigures:
-        return ProgramFigures(ready=0, missing=0, seconds=0.0)
+    def program_metrics(self) -> ProgramMetrics:
+        return ProgramMetrics(ready=0, missing=0, seconds=0.0)
 
     def dispatch(self, plan: StepPlan) -> int:
         return len(plan.rows)

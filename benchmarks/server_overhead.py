@@ -34,7 +34,7 @@ from jpaged.load_client.run import Target, send_all
 from jpaged.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.connection import bounded_connection
 
 NUM_PROBES = 40

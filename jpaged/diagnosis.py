@@ -123,14 +123,14 @@ def _jobs(device: Any) -> list[tuple[str, str, Callable[[], float]]]:
             for name in names
         ]
     jobs += [
-        (f"{rows} rows", "gated_dot triton", functools.partial(_check_products, rows, device))
+        (f"{rows} rows", "gated_dot triton", functools.partial(_check_gated_dot, rows, device))
         for rows in GATED_ROWS
         if device.platform == "gpu" and refuse_triton(device) is None
     ]
     return jobs
 
 
-def _check_products(rows: int, device: Any) -> float:
+def _check_gated_dot(rows: int, device: Any) -> float:
     """The kernel of gated_dot against its reference, with the tiles of a call of `rows` rows."""
     import jax
     import jax.numpy as jnp

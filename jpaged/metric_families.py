@@ -97,17 +97,17 @@ class _Families:
     def __init__(self, model_name: str, engine: int):
         self._labels = {"model_name": model_name, "engine": str(engine)}
 
-    def all(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+    def all(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         """Yield all families."""
-        yield from self._vllm_gauges(figures)
-        yield from self._vllm_counters(figures)
-        yield from self._request_histograms(figures)
-        yield from self._cache_figures(figures)
-        yield from self._step_figures(figures)
-        yield from self._program_figures(figures)
+        yield from self._vllm_gauges(snapshot)
+        yield from self._vllm_counters(snapshot)
+        yield from self._request_histograms(snapshot)
+        yield from self._cache_families(snapshot)
+        yield from self._step_families(snapshot)
+        yield from self._program_families(snapshot)
 
-    def _vllm_gauges(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
-        stats = figures.stats
+    def _vllm_gauges(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        stats = snapshot.stats
         yield self._gauge("vllm:num_requests_running", "Requests that own a row.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.", stats.num_waiting)
         by_reason = {"capacity": stats.num_waiting, "deferred": 0}  # nothing but capacity makes a request wait
@@ -117,19 +117,19 @@ class _Families:
         info = {
             "engine": self._labels["engine"],
             "block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks),
-            "num_cpu_blocks": str(stats.host_slots), "enable_prefix_caching": str(figures.enable_prefix_caching),
-            "kv_cache_size_tokens": str(figures.kv_tokens),
-            "kv_cache_max_concurrency": str(figures.kv_tokens / figures.max_model_len),
+            "num_cpu_blocks": str(stats.host_slots), "enable_prefix_caching": str(snapshot.enable_prefix_caching),
+            "kv_cache_size_tokens": str(snapshot.kv_tokens),
+            "kv_cache_max_concurrency": str(snapshot.kv_tokens / snapshot.max_model_len),
         }  # fmt: skip
         yield _info("vllm:cache_config_info", "Sizes of the KV cache, as labels.", info)
-        asleep = figures.asleep
+        asleep = snapshot.asleep
         states = {"awake": not asleep, "weights_offloaded": "weights" in asleep, "discard_all": False}
         yield self._gauges(
             "vllm:engine_sleep_state", "1 for the state of the engine; awake 0: it sleeps.", "sleep_state", states
         )
 
-    def _vllm_counters(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
-        stats = figures.stats
+    def _vllm_counters(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        stats = snapshot.stats
         cached, computed = stats.prefix_hit_tokens, stats.prompt_tokens - stats.prefix_hit_tokens
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of started requests.", stats.prompt_tokens)
         sources = {"local_compute": computed, "local_cache_hit": cached}
@@ -142,30 +142,30 @@ class _Families:
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", cached)
         yield self._counter("vllm:num_preemptions", "Times that a running request lost its blocks.", stats.preemptions)
         yield self._counters(
-            "vllm:request_success", "Answers that ended, by finish reason.", "finished_reason", figures.finished
+            "vllm:request_success", "Answers that ended, by finish reason.", "finished_reason", snapshot.finished
         )
         yield self._counter(
             "vllm:corrupted_requests", "Requests that ended because their logits were not finite.",
-            figures.corrupted_requests,
+            snapshot.corrupted_requests,
         )  # fmt: skip
-        rejections = {"max_queued_requests": figures.rejected_requests, "max_queued_tokens": figures.rejected_tokens}
+        rejections = {"max_queued_requests": snapshot.rejected_requests, "max_queued_tokens": snapshot.rejected_tokens}
         yield self._counters(
             "vllm:admission_rejections", "Requests refused by a limit of the queue.", "reason", rejections
         )
 
-    def _request_histograms(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+    def _request_histograms(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         for field, name, text in REQUEST_HISTOGRAMS:
-            yield self._histogram(name, text, getattr(figures.requests, field))
-        yield self._histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", figures.step_tokens)
+            yield self._histogram(name, text, getattr(snapshot.requests, field))
+        yield self._histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", snapshot.step_tokens)
 
-    def _cache_figures(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
-        stats, sharing = figures.stats, figures.sharing
+    def _cache_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        stats, sharing = snapshot.stats, snapshot.sharing
         blocks = {"used": stats.used_blocks, "free": stats.num_blocks - stats.used_blocks}
         yield self._gauges("jpaged:kv_blocks", "Blocks of the KV pool.", "state", blocks)
         yield self._gauge("jpaged:kv_blocks_shared", "Blocks in several block tables.", sharing.shared_blocks)
         yield self._gauge("jpaged:kv_blocks_saved", "Blocks that sharing saves.", sharing.saved_blocks)
         yield self._gauge(
-            "jpaged:kv_waste_ratio", "Fraction of slots in running requests' blocks without a token.", figures.kv_waste
+            "jpaged:kv_waste_ratio", "Fraction of slots in running requests' blocks without a token.", snapshot.kv_waste
         )
         yield self._counter("jpaged:kv_blocks_copied", "Shared blocks copied before a write.", stats.copied_blocks)
         slots = {"used": stats.used_host_slots, "free": stats.host_slots - stats.used_host_slots}
@@ -174,23 +174,23 @@ class _Families:
         yield self._counters("jpaged:host_tier_moves", "Blocks copied to and from the host tier.", "direction", moves)
         yield self._counter(
             "jpaged:prefix_hit_requests", "Ended requests that found a part of their prompt in the prefix cache.",
-            figures.prefix_hit_requests,
+            snapshot.prefix_hit_requests,
         )  # fmt: skip
         yield self._counter(
             "jpaged:preemption_recomputed_tokens", "Tokens computed again after a preemption.", stats.recomputed_tokens
         )
 
-    def _step_figures(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
-        yield self._counter("jpaged:steps", "Steps dispatched.", figures.stats.steps)
+    def _step_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        yield self._counter("jpaged:steps", "Steps dispatched.", snapshot.stats.steps)
         yield self._counter(
-            "jpaged:pipeline_empty_turns", "Turns of the pipeline stages without a step.", figures.stats.empty_turns
+            "jpaged:pipeline_empty_turns", "Turns of the pipeline stages without a step.", snapshot.stats.empty_turns
         )
-        pairs = {"all": figures.stats.expert_pairs, "busiest": figures.stats.busiest_expert_pairs}
+        pairs = {"all": snapshot.stats.expert_pairs, "busiest": snapshot.stats.busiest_expert_pairs}
         yield self._counters(
             "jpaged:expert_pairs", "Pairs of a token and an expert, on all devices and on each layer's busiest one.",
             "devices", pairs,
         )  # fmt: skip
-        phases = figures.phases
+        phases = snapshot.phases
         seconds = {
             "schedule": phases.schedule, "dispatch": phases.dispatch, "collect": phases.collect,
             "output": phases.output,
@@ -199,14 +199,14 @@ class _Families:
             "jpaged:step_phase_seconds", "Time of the engine's thread, by phase of its steps.", "phase", seconds
         )
         yield self._histograms(
-            "jpaged:step_seconds", "Time of a step on the device, by kind.", "kind", figures.step_seconds
+            "jpaged:step_seconds", "Time of a step on the device, by kind.", "kind", snapshot.step_seconds
         )
 
-    def _program_figures(self, figures: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
-        programs = figures.programs
+    def _program_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        programs = snapshot.programs
         yield self._counter(
             "jpaged:recompiles_after_ready", "Programs compiled after the engine was ready: not 0 is a bug.",
-            figures.stats.compiles_after_ready,
+            snapshot.stats.compiles_after_ready,
         )  # fmt: skip
         states = {"ready": programs.ready, "missing": programs.missing}
         yield self._gauges("jpaged:programs", "Programs of the program table.", "state", states)
@@ -252,9 +252,9 @@ def _info(name: str, text: str, labels: dict[str, str]) -> MetricFamily:
     return MetricFamily(name, text, (Gauge(name, labels, 1),))
 
 
-def families_of(figures: Sequence[EngineMetricsSnapshot], model_name: str) -> Iterator[MetricFamily]:
+def families_of(snapshots: Sequence[EngineMetricsSnapshot], model_name: str) -> Iterator[MetricFamily]:
     """Yield all figures of engines. Their indices are the label `engine`. model_name: value of the other label."""
-    each = [_Families(model_name, engine).all(of_engine) for engine, of_engine in enumerate(figures)]
+    each = [_Families(model_name, engine).all(of_engine) for engine, of_engine in enumerate(snapshots)]
     if len(each) == 1:
         yield from each[0]
         return

@@ -139,7 +139,7 @@ class PhaseSeconds:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ProgramFigures:
+class ProgramMetrics:
     """Compiled programs of a runner."""
 
     ready: int               # programs that exist
@@ -150,7 +150,7 @@ class ProgramFigures:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SharingFigures:
+class SharingMetrics:
     """Blocks of the KV pool that several block tables hold at the moment."""
 
     shared_blocks: int  # blocks in more than one block table
@@ -167,8 +167,8 @@ class EngineMetricsSnapshot:
     step_tokens: Histogram              # tokens that a step computes
     step_seconds: Mapping[str, Histogram]  # time of a step on the device, by kind of step
     phases: PhaseSeconds
-    programs: ProgramFigures
-    sharing: SharingFigures
+    programs: ProgramMetrics
+    sharing: SharingMetrics
     kv_waste: float                     # fraction of slots in running requests' blocks without a token, now
     corrupted_requests: int             # requests that ended because their logits were not finite
     rejected_requests: int              # requests refused because of max_queued_requests

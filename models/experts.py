@@ -60,7 +60,7 @@ def _computed(
     both = _per_expert("expert_gate_up", x[blocks.token_of_row], blocks, context)
     half = both.shape[-1] // 2
     gated = gate(context.spec, both[..., :half], both[..., half:])
-    outs = [out.reshape(-1, x.shape[1]) for out in _down_products(gated, blocks, context)]
+    outs = [out.reshape(-1, x.shape[1]) for out in _down_matmuls(gated, blocks, context)]
     if shards.parts > 1 and shards.expert_parallel:
         # one device has each choice's output and all others zeros, so this sum is exact
         chosen = jnp.stack([_of_choice(outs[0], blocks, i) for i in range(experts.per_token)])
@@ -76,7 +76,7 @@ def _computed(
     if experts.shared_gate and shards.parts > 1:
         return shards.total(totals, x.dtype) + _shared_expert(experts, x, context)
     if experts.shared_size:  # one sum over devices for both
-        shared = _shared_products(experts, x, context)
+        shared = _shared_terms(experts, x, context)
         totals = [total + part.astype(jnp.float32) for total, part in zip(totals, shared, strict=True)]
     if shards.parts == 1:
         totals = [total.astype(x.dtype) for total in totals]
@@ -98,7 +98,7 @@ def _weighted(
     return total
 
 
-def _down_products(
+def _down_matmuls(
     gated: Float[Array, "blocks rows in"], blocks: ExpertBlocks, context: LayerContext
 ) -> list[Float[Array, "blocks rows out"]]:
     """Products with `expert_down`: one, or one for each of this device's parts of the inputs."""
@@ -142,19 +142,19 @@ def _shared_expert(
 ) -> Float[Array, "tokens hidden"]:
     """The expert that every token uses."""
     if context.shards.parts == 1 or not experts.shared_gate:
-        return context.shards.total(_shared_products(experts, x, context), x.dtype)
+        return context.shards.total(_shared_terms(experts, x, context), x.dtype)
     # after the sum: XLA on CPU would fuse a product with the gate into the additions of one device, with other bits
-    whole = context.shards.total(_shared_products(experts, x, context, gated_products=False), jnp.float32)
+    whole = context.shards.total(_shared_terms(experts, x, context, apply_gate=False), jnp.float32)
     return (_shared_gate(x, context) * whole).astype(x.dtype)
 
 
-def _shared_products(
-    experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext, *, gated_products: bool = True
+def _shared_terms(
+    experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext, *, apply_gate: bool = True
 ) -> list[Float[Array, "tokens hidden"]]:
-    """This device's products of the shared expert, for `Shards.total`. gated_products: times the expert's gate."""
+    """This device's products of the shared expert, for `Shards.total`. apply_gate: times the expert's gate."""
     gated, up = gate_and_up("shared_gate_up", x, context)
     found = products("shared_down", gate(context.spec, gated, up), context)
-    if not experts.shared_gate or not gated_products:
+    if not experts.shared_gate or not apply_gate:
         return found
     score = _shared_gate(x, context)
     return [(score * y.astype(jnp.float32)).astype(y.dtype) for y in found]

@@ -174,7 +174,7 @@ def linear_per_expert(
     return grouped_dot(x, weight, expert_of_block, num_blocks_used, rows_of_block=rows_of_block)
 
 
-def has_native_products(spec: DecoderSpec, dtype: DTypeLike) -> bool:
+def has_native_matmul(spec: DecoderSpec, dtype: DTypeLike) -> bool:
     """True if a native kernel for CPU computes the products of a model with weights of this dtype, when serving."""
     if spec.experts is not None or spec.latent is not None:
         return False

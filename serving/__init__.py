@@ -11,5 +11,5 @@ The path of a request:
 5. `web.error_responses` turns an error into the API's error body.
 
 Imports run one way: `application` -> `admin`, `files`, `responses`, `messages` -> `openai_api` -> `web` -> `schemas`.
-`app` and `app_options` start the application; `engine_client` is imported from everywhere.
+`app` and `app_options` start the application. Every folder imports `engine_client` and `server_state`.
 """

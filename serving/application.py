@@ -27,12 +27,12 @@ from jpaged.serving.files import routes as routes_files
 from jpaged.serving.files.batch_jobs import BatchJobs
 from jpaged.serving.messages import routes as routes_messages
 from jpaged.serving.openai_api import routes_embeddings, routes_models, routes_scores, routes_text
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.openai_api.routes_chat import batch_chat_completions, chat_completions
 from jpaged.serving.openai_api.routes_completions import completions, generate
 from jpaged.serving.openai_api.routes_invocations import invocations
 from jpaged.serving.responses import routes as routes_responses
 from jpaged.serving.responses.store import MAX_BYTES, ResponseStore
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import ADMIN, OPEN_PATHS, RequireKey
 from jpaged.serving.web.body_process import kill_children
 from jpaged.serving.web.browser_guards import CheckHost, RequireJson

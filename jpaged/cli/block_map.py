@@ -47,7 +47,7 @@ def lighter(colour: Colour, share: float) -> Colour:
     return red, green, blue
 
 
-def figures(snapshot: EngineSnapshot) -> list[str]:
+def summary(snapshot: EngineSnapshot) -> list[str]:
     """Describe the KV pool in up to three lines."""
     pool = snapshot.pool
     lines = [
@@ -75,7 +75,7 @@ def wrong_counts(snapshot: EngineSnapshot) -> list[str]:
 def show(snapshot: EngineSnapshot, out: Console) -> None:
     """Print the whole snapshot."""
     known = looks(snapshot)
-    for line in (*figures(snapshot), f"step {snapshot.step:,}"):
+    for line in (*summary(snapshot), f"step {snapshot.step:,}"):
         out.print(Text(line))
     for line in wrong_counts(snapshot):
         out.print(Text(f"the engine's state is inconsistent: {line}", style="bold red"))

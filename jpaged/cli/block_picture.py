@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 
-from jpaged.cli.block_map import Look, figures, lighter, looks
+from jpaged.cli.block_map import Look, lighter, looks, summary
 from jpaged.snapshot import BlockSnapshot, EngineSnapshot
 
 DPI = 100
@@ -107,7 +107,7 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
     legend_high = LEGEND_ROW * -(-len(entries) // 2) + 24
     width, height = max(LEFT + wide + RIGHT, LEAST_WIDTH), TOP + high + legend_high
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    for line, text in enumerate(figures(snapshot)):
+    for line, text in enumerate(summary(snapshot)):
         figure.text(LEFT / width, 1 - (24 + 20 * line) / height, text, fontsize=10 if line else 12)
     # Whole pixels, so that cells have the size that `paint` gives them.
     axes = figure.add_axes((LEFT / width, legend_high / height, wide / width, high / height))

@@ -90,7 +90,7 @@ class Plan:
                 progress=bar,
             )  # fmt: skip
         print(text_of(result))
-        write_json(self.output_json, figures_of(result))
+        write_json(self.output_json, plan_fields(result))
         return 0 if result.memory is not None else 2
 
 
@@ -181,10 +181,10 @@ def _roofline_lines(roofline: Any) -> list[str]:
     return lines
 
 
-def figures_of(plan: Any) -> dict[str, Any]:
+def plan_fields(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data."""
     memory = plan.memory
-    figures: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": plan.model,
         "dtype": plan.dtype,
         "kv_dtype": plan.kv_dtype,
@@ -205,8 +205,8 @@ def figures_of(plan: Any) -> dict[str, Any]:
         "roofline": None if plan.roofline is None else dataclasses.asdict(plan.roofline),
     }
     if memory is None:
-        return figures
-    return figures | {
+        return fields
+    return fields | {
         "weight_bytes": memory.weight_bytes,
         "temp_bytes": memory.temp_bytes,
         "table_bytes": memory.table_bytes,

@@ -62,7 +62,7 @@ class RunBatch(ChatFlags):
         from jpaged.serving.application import create_app
         from jpaged.serving.files.batch_files import check_requests, open_results, read_requests
         from jpaged.serving.files.batch_run import answer, run_requests
-        from jpaged.serving.openai_api.generation import Server
+        from jpaged.serving.server_state import Server
 
         names = self.served_model_name or (options["model"],)
         # before the model is loaded

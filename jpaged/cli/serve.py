@@ -178,7 +178,7 @@ class Serve(ChatFlags):
         def load() -> "tuple[Starlette, AsyncLLM]":
             from jpaged.async_llm import AsyncLLM
             from jpaged.serving.application import create_app
-            from jpaged.serving.openai_api.generation import Server
+            from jpaged.serving.server_state import Server
 
             engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
             client = engine if tracer is None else traced(engine, tracer)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jpaged.metrics import ProgramFigures
+from jpaged.metrics import ProgramMetrics
 
 HandleT = TypeVar("HandleT")
 
@@ -247,7 +247,7 @@ class Runner(Protocol[HandleT]):
         """
         ...
 
-    def program_figures(self) -> ProgramFigures:
+    def program_metrics(self) -> ProgramMetrics:
         """Number and cost of the compiled programs. Any thread may call it."""
         ...
 

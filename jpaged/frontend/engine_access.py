@@ -108,10 +108,10 @@ class EngineAccess:
         Each is a `Counter`, `Gauge` or `Histogram` of `jpaged.metric_families`. The label `model_name` is the engine's
         `model`, and `engine` its index. Raises RequestError with `disable_log_stats`, and EngineError after `close`.
         """
-        figures = [each for each in (engine.metrics() for engine in self.engines) if each is not None]
-        if not figures:
+        snapshots = [each for each in (engine.metrics() for engine in self.engines) if each is not None]
+        if not snapshots:
             raise RequestError("disable_log_stats", True, "get_metrics needs the figures: make the engine without it")
-        return [metric for family in families_of(figures, self.config.model) for metric in family.metrics]
+        return [metric for family in families_of(snapshots, self.config.model) for metric in family.metrics]
 
     def reset_stats(self) -> None:
         """Set counters and peaks of the statistics to zero."""

@@ -54,7 +54,7 @@ class Latency:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Figures:
+class BenchmarkMetrics:
     """All figures of a run. Throughput is per second of the whole run."""
 
     completed: int
@@ -127,7 +127,7 @@ def _line(name: str, value: float) -> str:
     return f"{name:<40} {value:<10}" if isinstance(value, int) else f"{name:<40} {value:<10.2f}"
 
 
-def figures_of(
+def summarise(
     run: Run,
     *,
     metrics: Sequence[str],
@@ -135,7 +135,7 @@ def figures_of(
     goodput: Mapping[str, float] | None = None,
     max_concurrency: int | None = None,
     request_rate: float = math.inf,
-) -> Figures:
+) -> BenchmarkMetrics:
     """Summarise a run. goodput: limits in milliseconds by metric; a request is good if it meets all of them."""
     good = [answer for answer in run.answers if answer.error is None]
     values = {
@@ -144,7 +144,7 @@ def figures_of(
         "itl": [gap for answer in good for gap in answer.gaps],
         "e2el": [answer.latency for answer in good],
     }
-    return Figures(
+    return BenchmarkMetrics(
         completed=len(good), failed=len(run.answers) - len(good), duration=run.seconds,
         total_input_tokens=sum(answer.prompt_tokens or 0 for answer in good),
         total_output_tokens=sum(answer.num_output_tokens for answer in good),

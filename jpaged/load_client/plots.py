@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jpaged.load_client.metrics import Figures
+from jpaged.load_client.metrics import BenchmarkMetrics
 
 COLOURS = ("#c8553d", "#28587b", "#5b8e7d")
 
 
-def plot_concurrency(runs: Sequence[Figures], title: str, path: pathlib.Path) -> None:
+def plot_concurrency(runs: Sequence[BenchmarkMetrics], title: str, path: pathlib.Path) -> None:
     """Draw TTFT, inter-token latency and throughput over the concurrency of the runs."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     figure.suptitle(title, fontsize="medium")
@@ -35,7 +35,7 @@ def plot_concurrency(runs: Sequence[Figures], title: str, path: pathlib.Path) ->
     figure.savefig(path, dpi=110)
 
 
-def _latency(axes: Axes, where: Sequence[int], runs: Sequence[Figures], metric: str) -> None:
+def _latency(axes: Axes, where: Sequence[int], runs: Sequence[BenchmarkMetrics], metric: str) -> None:
     latencies = [run.latencies[metric] for run in runs]
     axes.plot(where, [one.median for one in latencies], "o-", color=COLOURS[0], label="median")
     axes.plot(where, [one.mean for one in latencies], "o:", color=COLOURS[1], label="mean")

@@ -9,7 +9,7 @@ import numpy as np
 from jpaged.errors import RequestError
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.linear import has_native_products
+from jpaged.models.linear import has_native_matmul
 from jpaged.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def resolve_dtype(
     if checkpoint is None or checkpoint not in BY_NAME.values():
         return BY_NAME["float32"]
     is_slow = checkpoint.itemsize == 2 and (platform or jax.default_backend()) == "cpu"
-    if is_slow and jax.__version_info__ < (0, 11) and not has_native_products(spec, checkpoint):
+    if is_slow and jax.__version_info__ < (0, 11) and not has_native_matmul(spec, checkpoint):
         logger.info(
             "dtype=auto: the checkpoint's %s weights are held in float32, because JAX %s on CPU converts every 16-bit "
             "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) keeps their dtype. "

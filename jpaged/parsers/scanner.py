@@ -117,7 +117,7 @@ class Scanner:
                 return self.advance(match.end())
             end = len(self.text)
             if not self.ended:
-                begun, longest = _beginnings_of(literals)
+                begun, longest = _prefixes_of(literals)
                 match = begun.search(self.text, max(self.pos, end - longest))
                 end = match.start() if match else end
             emit(self.advance(end))
@@ -137,7 +137,7 @@ def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _beginnings_of(literals: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+def _prefixes_of(literals: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
     """Return a pattern for the beginning of a literal at the end of a text, and its largest length."""
     nested = []
     for literal in literals:

@@ -45,7 +45,7 @@ class Calibration:
         """Copies of the vectors of a layer, float32."""
         return {name: np.array(value) for name, value in layer_vectors(self._vectors, layer).items()}
 
-    def input_products(self, layer: int, leaves: Params) -> dict[str, np.ndarray]:
+    def input_grams(self, layer: int, leaves: Params) -> dict[str, np.ndarray]:
         """float64[in, in] for each matrix of the layer: the sum of x x^T over its inputs x.
 
         leaves: the layer's matrices, and the vectors that differ from the model's.
@@ -58,7 +58,7 @@ class Calibration:
         return sums
 
     def advance(self, layer: int, leaves: Params) -> None:
-        """Replace the states by the layer's outputs. leaves: as in `input_products`."""
+        """Replace the states by the layer's outputs. leaves: as in `input_grams`."""
         for start in range(0, len(self._states), _BATCH):
             rows = slice(start, start + _BATCH)
             self._states[rows] = self._run(layer, leaves, self._states[rows], watched=False)[0]

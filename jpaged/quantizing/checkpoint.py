@@ -272,7 +272,7 @@ def _quantize(job: _Job, ids: list[int], writer: TensorWriter) -> int:
             products: dict[str, np.ndarray] = {}
             if calibration is not None:
                 leaves |= calibration.vectors(layer)
-                products = calibration.input_products(layer, _on_device(leaves))
+                products = calibration.input_grams(layer, _on_device(leaves))
             if job.method == "awq":
                 _fold(job, layer, leaves, products, writer)
             for plan in plans:

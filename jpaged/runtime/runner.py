@@ -31,7 +31,7 @@ from jpaged.engine.step_plan import (
     TransferCosts,
 )
 from jpaged.errors import EngineError
-from jpaged.metrics import ProgramFigures
+from jpaged.metrics import ProgramMetrics
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.sharding import find_devices, shards_of
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
@@ -295,12 +295,12 @@ class ModelRunner:
         """Programs that steps compiled. 0, unless the program table lacks a program."""
         return self._counter.count
 
-    def program_figures(self) -> ProgramFigures:
+    def program_metrics(self) -> ProgramMetrics:
         """Number and cost of the programs in the table."""
         table, cache = self.programs, self._cache_counter
         programs = [*self._front.programs, *table.programs]
         seconds = sum(program.seconds for program in programs)
-        return ProgramFigures(len(programs), len(table.missing), seconds, cache.hits, cache.misses)
+        return ProgramMetrics(len(programs), len(table.missing), seconds, cache.hits, cache.misses)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Start a step; returns at once. Raises EngineError if the device fails; the KV pool may be empty then."""

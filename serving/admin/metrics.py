@@ -54,11 +54,11 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families. Nothing if the engines are closed, or collect no figures."""
         try:
-            figures = [snapshot for snapshot in self._snapshots() if snapshot is not None]
+            snapshots = [snapshot for snapshot in self._snapshots() if snapshot is not None]
         except JPagedError:
             return
-        if figures:
-            yield from map(_prometheus_family, families_of(figures, self._model_name))
+        if snapshots:
+            yield from map(_prometheus_family, families_of(snapshots, self._model_name))
 
 
 def _prometheus_family(family: MetricFamily) -> Metric:

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from jpaged.errors import EngineError, RequestError
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.answers import CacheReset, Done, IsPaused, IsSleeping, ServerInfo, ServerStatus
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import ADMIN
 from jpaged.serving.web.error_responses import APIError
 from jpaged.serving.web.intake import Intake

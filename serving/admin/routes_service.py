@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.errors import EngineError
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.answers import ServerLoad, Version
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.error_responses import APIError
 from jpaged.version import __version__
 

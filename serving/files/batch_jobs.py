@@ -32,8 +32,8 @@ from jpaged.serving.files.batch_files import (
 )
 from jpaged.serving.files.batch_run import answer, batch_urls, run_requests
 from jpaged.serving.files.store import FileStore, disk_errors, is_full, load, new_id, save
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.files import BatchError, BatchErrors, BatchObject, CreateBatch, RequestCounts
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.error_responses import APIError
 from jpaged.serving.web.intake import Intake
 

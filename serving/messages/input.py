@@ -7,7 +7,6 @@ import msgspec
 
 from jpaged.chat.prompt import template_text, template_variables
 from jpaged.errors import RequestError
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.messages_requests import (
     ASSISTANT_BLOCKS,
     TEXT_ONLY,
@@ -31,6 +30,7 @@ from jpaged.serving.schemas.requests import (
     ToolChoiceObject,
 )
 from jpaged.serving.schemas.typed_items import convert, read_item
+from jpaged.serving.server_state import Server
 
 # From the names of the chat request to those of the body. The first match applies.
 RENAMES = (

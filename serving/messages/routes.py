@@ -12,12 +12,12 @@ from jpaged.serving.messages.run import MessageRun
 from jpaged.serving.openai_api.chat_run import ChatRun, prepare
 from jpaged.serving.openai_api.chat_tools import tools_of
 from jpaged.serving.openai_api.chat_turns import turn_of
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.messages_answers import (
     TokenCount,
 )
 from jpaged.serving.schemas.messages_requests import CountTokensRequest, MessagesRequest
 from jpaged.serving.schemas.typed_items import renamed
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.sse import MESSAGES, open_stream

@@ -11,10 +11,11 @@ from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.serving.openai_api import generation
 from jpaged.serving.openai_api.chat_tools import tools_of
 from jpaged.serving.openai_api.chat_turns import turn_of, turn_params
-from jpaged.serving.openai_api.generation import Progress, Server, Update
+from jpaged.serving.openai_api.generation import Progress, Update
 from jpaged.serving.openai_api.output_format import names_as_sent
 from jpaged.serving.openai_api.prompts import salted
 from jpaged.serving.schemas.requests import ChatMessage, ChatRequest
+from jpaged.serving.server_state import Server
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 from jpaged.parsers.definitions import Tool
 from jpaged.serving.openai_api.chat_tools import INPUT, ChatTools
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.pooling import PooledInput, TokenizeRequest
 from jpaged.serving.schemas.requests import ChatMessage, ChatRequest, MessageToolCall
+from jpaged.serving.server_state import Server
 from jpaged.text.encoder import TokenLimit
 
 MAX_KWARG_CHARACTERS = 1_000

@@ -1,4 +1,4 @@
-"""Code of both generating routes: the server's state, sampling parameters, and updates of streams."""
+"""Code of both generating routes: sampling parameters, and updates of streams."""
 
 import bisect
 import dataclasses
@@ -13,13 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
-from jpaged.config import EngineConfig
-from jpaged.errors import MAX_INTEGER, LogitsError, RequestError, shown
-from jpaged.frontend.tokenising import TokeniserThreads
+from jpaged.errors import MAX_INTEGER, LogitsError, RequestError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
-from jpaged.serving.engine_client import EngineClient
 from jpaged.serving.openai_api.output_format import structured_outputs
 from jpaged.serving.schemas.answers import CachedTokens, ChatCompletionChunk, Completion, Usage
 from jpaged.serving.schemas.requests import SAMPLING_FIELDS, GenerationRequest
@@ -38,30 +34,6 @@ FAILED = "the answer could not be processed; see the server's log"
 ABORTED = "the request was aborted: the server is stopping or was paused"
 FINGERPRINT = f"jpaged-{__version__}"
 TIER = "default"  # there is one tier: a request that names another gets this one, and its answer says so
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Server:
-    """State that all routes share."""
-
-    engine: EngineClient
-    model_names: tuple[str, ...]      # names that requests may use; answers show the first
-    root: str | None = None           # folder or hub id of the model, for /v1/models. None: the first name
-    config: EngineConfig | None = None  # options of the engine, for /server_info
-    template_kwargs: tuple[str, ...] = DEFAULT_TEMPLATE_KWARGS  # variables of the chat template that requests may set
-    # Chat template, and formats of tool calls and reasoning.
-    chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)
-    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    tokenising: TokeniserThreads = dataclasses.field(default_factory=TokeniserThreads)  # for texts that no engine reads
-
-    def model_name(self, asked: str | None) -> str:
-        """Return the model name for the answer. Raises APIError 404 for a name that is not served."""
-        if asked is None:
-            return self.model_names[0]
-        if asked not in self.model_names:
-            message = f"model is not served here: use {' or '.join(self.model_names)}, got {shown(asked)}"
-            raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
-        return asked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from jpaged.params.sampling import SamplingParams
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.openai_api import generation
 from jpaged.serving.openai_api.chat_turns import rendered
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.openai_api.prompts import prompt_list, salted, without_special_tokens
 from jpaged.serving.schemas.answers import EmbeddingUsage
 from jpaged.serving.schemas.pooling import MAX_NUMBERS, MAX_TEXTS, PooledInput, PoolingFields
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.error_responses import APIError
 from jpaged.text.encoder import TokenLimit
 

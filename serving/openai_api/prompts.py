@@ -8,8 +8,8 @@ from jpaged.frontend.tokenising import prompt_length
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.openai_api.fill_in_the_middle import fill_in_prompt
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.requests import CompletionRequest
+from jpaged.serving.server_state import Server
 from jpaged.text.encoder import TokenLimit, text_encoder
 
 MAX_PROMPTS = 1024  # per request

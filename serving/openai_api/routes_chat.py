@@ -21,7 +21,7 @@ from jpaged.serving.openai_api.chat_answers import ChatAnswers
 from jpaged.serving.openai_api.chat_tools import ChatTools, tools_of
 from jpaged.serving.openai_api.chat_turns import echoed_text, turn_of, turn_params
 from jpaged.serving.openai_api.echo import prompt_logprob_pieces
-from jpaged.serving.openai_api.generation import Head, Outputs, Server, StreamFields, Update
+from jpaged.serving.openai_api.generation import Head, Outputs, StreamFields, Update
 from jpaged.serving.openai_api.logprob_shapes import chat_logprob_pieces, chat_logprobs
 from jpaged.serving.openai_api.output_format import names_as_sent
 from jpaged.serving.openai_api.prompts import salted
@@ -35,6 +35,7 @@ from jpaged.serving.schemas.answers import (
 )
 from jpaged.serving.schemas.requests import BatchChatRequest, ChatFields, ChatRequest
 from jpaged.serving.schemas.typed_items import renamed
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.json_pieces import JSONPieces, plain_pieces

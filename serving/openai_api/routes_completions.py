@@ -14,13 +14,14 @@ from jpaged.params.sampling import SamplingParams
 from jpaged.serving.openai_api import generation
 from jpaged.serving.openai_api.completion_answers import CompletionAnswers
 from jpaged.serving.openai_api.echo import prompt_logprob_pieces, prompt_only
-from jpaged.serving.openai_api.generation import Head, Outputs, Server, StreamFields
+from jpaged.serving.openai_api.generation import Head, Outputs, StreamFields
 from jpaged.serving.openai_api.logprob_shapes import chat_logprob_pieces, chat_logprobs
 from jpaged.serving.openai_api.output_format import names_as_sent
 from jpaged.serving.openai_api.prompts import completion_prompts, prompt_list, salted
 from jpaged.serving.schemas.answers import Completion, TokensAnswer, TokensChoice
 from jpaged.serving.schemas.requests import MAX_ALLOWED_IDS, SAMPLING_FIELDS, CompletionRequest, TokensRequest
 from jpaged.serving.schemas.typed_items import convert, renamed
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.json_pieces import JSONPieces, plain_pieces

@@ -14,7 +14,7 @@ from jpaged.errors import RequestError
 from jpaged.outputs import EmbeddingOutput, PoolingRequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.serving.openai_api import generation, pooled
-from jpaged.serving.openai_api.generation import Head, Server
+from jpaged.serving.openai_api.generation import Head
 from jpaged.serving.schemas.answers import (
     Classification,
     ClassificationList,
@@ -30,6 +30,7 @@ from jpaged.serving.schemas.pooling import (
     PooledInput,
     PoolingRequest,
 )
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.json_pieces import JSONPieces, Pieces, list_pieces

@@ -6,13 +6,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.openai_api.routes_chat import answer_chat
 from jpaged.serving.openai_api.routes_completions import answer_completion
 from jpaged.serving.openai_api.routes_embeddings import answer_classify, answer_embedding
 from jpaged.serving.openai_api.routes_scores import answer_rerank, answer_score
 from jpaged.serving.schemas.pooling import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from jpaged.serving.schemas.requests import ChatRequest, CompletionRequest
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_invocation
 
 _ROUTES: dict[type, Callable[[Request, Any], Awaitable[Response]]] = {

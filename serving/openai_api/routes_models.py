@@ -7,9 +7,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.errors import RequestError
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.answers import ModelCard, ModelList, ModelPermission
 from jpaged.serving.schemas.messages_answers import ModelInfo, ModelInfoList
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.error_responses import speaks_anthropic
 
 MAX_PAGE, DEFAULT_PAGE = 1_000, 20  # models, as in Anthropic's API

@@ -16,7 +16,7 @@ from jpaged.errors import RequestError
 from jpaged.params.pooling import PooledModel
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.openai_api import generation, pooled
-from jpaged.serving.openai_api.generation import Head, Server
+from jpaged.serving.openai_api.generation import Head
 from jpaged.serving.openai_api.prompts import plain_ids, salted
 from jpaged.serving.schemas.answers import (
     EmbeddingUsage,
@@ -27,6 +27,7 @@ from jpaged.serving.schemas.answers import (
     ScoreList,
 )
 from jpaged.serving.schemas.pooling import RerankRequest, ScoreRequest, ScoringFields
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.json_pieces import JSONPieces

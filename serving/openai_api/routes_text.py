@@ -10,9 +10,9 @@ from jpaged.chat.prompt import template_text
 from jpaged.errors import RequestError
 from jpaged.parsers.definitions import checked_tools
 from jpaged.serving.openai_api.chat_turns import rendered
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.answers import DetokenizedText, TokenizerInfo, TokenList
 from jpaged.serving.schemas.pooling import DetokenizeRequest, TokenizeRequest
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.json_pieces import JSONPieces, list_pieces, plain_pieces

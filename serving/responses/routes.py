@@ -18,7 +18,7 @@ from jpaged.serving.openai_api import generation
 from jpaged.serving.openai_api.chat_run import prepare
 from jpaged.serving.openai_api.chat_tools import tools_of
 from jpaged.serving.openai_api.chat_turns import turn_of
-from jpaged.serving.openai_api.generation import Server, new_id
+from jpaged.serving.openai_api.generation import new_id
 from jpaged.serving.responses.input import (
     RENAMES,
     chat_request,
@@ -38,6 +38,7 @@ from jpaged.serving.schemas.responses_answers import (
 )
 from jpaged.serving.schemas.responses_requests import InputTokensRequest, ResponsesRequest, check_fields
 from jpaged.serving.schemas.typed_items import renamed
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import OWNER
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect

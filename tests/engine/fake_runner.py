@@ -27,7 +27,7 @@ from jpaged.engine.step_plan import (
     StepResult,
     TransferCosts,
 )
-from jpaged.metrics import ProgramFigures
+from jpaged.metrics import ProgramMetrics
 
 UNWRITTEN = -1
 
@@ -97,9 +97,9 @@ class FakeRunner:
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
         self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> content of the block
 
-    def program_figures(self) -> ProgramFigures:
+    def program_metrics(self) -> ProgramMetrics:
         """Figures of programs that do not exist."""
-        return ProgramFigures(ready=3, missing=0, seconds=1.5, cache_hits=2, cache_misses=1)
+        return ProgramMetrics(ready=3, missing=0, seconds=1.5, cache_hits=2, cache_misses=1)
 
     def dispatch(self, plan: StepPlan) -> FakeHandle:
         """Run a step, after checking that the plan keeps all promises of StepPlan."""

@@ -267,7 +267,7 @@ def test_dtype_auto(
     bf16 = np.dtype(ml_dtypes.bfloat16)
     write_safetensors(llama / "model.safetensors", {n: t.astype(bf16) for n, t in tensors_of(llama).items()})
     change_config(llama, **{"torch_dtype": None, "dtype": None} | ({key: "bfloat16"} if key else {}))
-    monkeypatch.setattr(dtypes, "has_native_products", lambda spec, dtype: native)
+    monkeypatch.setattr(dtypes, "has_native_matmul", lambda spec, dtype: native)
     with caplog.at_level(logging.INFO, "jpaged"):
         dtype = load(llama, dtype="auto").dtype
     old = jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu" and not native

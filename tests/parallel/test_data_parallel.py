@@ -26,7 +26,7 @@ from jpaged.frontend.engine_options import engine_config
 from jpaged.routing import ROUTERS
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.http_server import running
 from tests.support.random_requests import OPTIONS, answers, workload

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from jpaged.chat.turn import ChatFormats
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving import fake_engine
 from tests.support.http_server import running
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from jpaged import AsyncLLM
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.support.http_server import running
 
 OPTIONS = {"dtype": "float32", "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from jpaged.serving.admin.routes_ui import Page
 from jpaged.serving.app_options import AppOptions, CrossOrigin
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import OPEN_PATHS
 from jpaged.serving.web.browser_guards import LOOPBACK_HOSTS, host_name
 from tests.serving.http_client import error_of, wait_for

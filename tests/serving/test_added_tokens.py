@@ -19,7 +19,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.support import added_tokens, tiny_engine
 
 pytestmark = pytest.mark.slow  # tests/structured/test_added_tokens.py has the masks, without an engine

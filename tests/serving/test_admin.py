@@ -18,7 +18,7 @@ from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.snapshot import EngineSnapshot
 from tests.engine.fake_runner import FakeRunner
 from tests.serving.http_client import error_of, wait_for

@@ -21,7 +21,7 @@ from jpaged.serving.files import batch_files, batch_jobs
 from jpaged.serving.files import store as file_store
 from jpaged.serving.files.batch_run import run_requests
 from jpaged.serving.files.store import FileLimits, FileStore
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving.http_client import error_of, strict, wait_for
 from tests.support.http_server import running
 

@@ -10,7 +10,7 @@ from openai.types import Completion
 from jpaged import LLM, AsyncLLM, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.golden.checkpoints import BY_NAME, GOLDEN, write_checkpoint
 from tests.serving.http_client import events, post, strict, strict_chunk
 from tests.support.http_server import running

@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.address import address_key
 from jpaged.serving.web.connection import ConnectionLimits
 from tests.serving import fake_engine

@@ -15,7 +15,7 @@ from jpaged.chat.turn import ChatFormats
 from jpaged.cli import main
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving.demo_options import SIZES
 from tests.serving.http_client import wait_for
 from tests.serving.request_bodies import STREAMS, at_most, request_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from jpaged.errors import LogitsError
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import MAX_BODY_BYTES
 from tests.serving import fake_engine
 from tests.serving.http_client import CHAT, error_of, until_stopped

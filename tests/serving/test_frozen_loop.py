@@ -18,8 +18,8 @@ from starlette.datastructures import Address
 
 from jpaged.errors import CapacityError, RequestError
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas.requests import CompletionRequest
+from jpaged.serving.server_state import Server
 from jpaged.serving.web import body, body_process
 from jpaged.serving.web.error_responses import ClientDisconnected
 from tests.serving import fake_engine

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving import fake_engine
 from tests.serving.hostile_bodies import listed, mapped, text
 from tests.serving.loop_stall import MAX_STALL, ask

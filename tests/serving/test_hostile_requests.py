@@ -10,7 +10,7 @@ import pytest
 
 import jpaged
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving.hostile_bodies import REFUSED_FIELDS, REFUSED_TOOLS
 from tests.serving.http_client import wait_for
 from tests.structured import corpus

@@ -15,11 +15,11 @@ from jpaged.load_client.answer import Answer
 from jpaged.load_client.arrivals import Arrivals
 from jpaged.load_client.backends import BACKENDS, LoadRequest
 from jpaged.load_client.connection import Endpoint
-from jpaged.load_client.metrics import details, figures_of, parse_goodput
+from jpaged.load_client.metrics import details, parse_goodput, summarise
 from jpaged.load_client.run import Run, Target, send_all
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
@@ -65,34 +65,34 @@ def test_contradicting_arrivals_are_refused(fields, parameter):
     assert error.value.parameter == parameter
 
 
-def test_figures_of_known_answers():
+def test_metrics_of_known_answers():
     slow = answer(0.0, 0.5, [0.1, 0.3], 3)
     fast = answer(0.2, 0.1, [0.1], 5)  # two events, five tokens
     failed = Answer(0.0, latency=9.0, error="status 503")
     run = Run([slow, fast, failed], seconds=2.0)
-    figures = figures_of(run, metrics=METRICS, percentiles=[50, 99], goodput={"ttft": 200.0}, max_concurrency=3)
-    assert (figures.completed, figures.failed, figures.max_concurrent_requests) == (2, 1, 2)
-    assert (figures.total_input_tokens, figures.total_output_tokens) == (20, 8)
-    assert figures.output_throughput == 4.0
-    assert figures.total_token_throughput == 14.0
-    assert figures.goodput == 0.5  # one good request in 2 s
-    assert figures.max_output_tokens_per_s == pytest.approx(8)
-    assert figures.latencies["ttft"].mean == pytest.approx(300)
-    assert figures.latencies["tpot"].mean == pytest.approx((200 + 25) / 2)
-    assert figures.latencies["itl"].median == pytest.approx(100)
-    assert figures.latencies["e2el"].percentiles[50] == pytest.approx(550)
-    assert figures.fields()["p99_ttft_ms"] == pytest.approx(496)
-    table = figures.table().splitlines()
+    metrics = summarise(run, metrics=METRICS, percentiles=[50, 99], goodput={"ttft": 200.0}, max_concurrency=3)
+    assert (metrics.completed, metrics.failed, metrics.max_concurrent_requests) == (2, 1, 2)
+    assert (metrics.total_input_tokens, metrics.total_output_tokens) == (20, 8)
+    assert metrics.output_throughput == 4.0
+    assert metrics.total_token_throughput == 14.0
+    assert metrics.goodput == 0.5  # one good request in 2 s
+    assert metrics.max_output_tokens_per_s == pytest.approx(8)
+    assert metrics.latencies["ttft"].mean == pytest.approx(300)
+    assert metrics.latencies["tpot"].mean == pytest.approx((200 + 25) / 2)
+    assert metrics.latencies["itl"].median == pytest.approx(100)
+    assert metrics.latencies["e2el"].percentiles[50] == pytest.approx(550)
+    assert metrics.fields()["p99_ttft_ms"] == pytest.approx(496)
+    table = metrics.table().splitlines()
     assert table[0] == "============ Serving Benchmark Result ============"  # vLLM's first line
     assert "Output token throughput (tok/s):         4.00      " in table
     assert "P99 TTFT (ms):                           496.00    " in table
     assert details(run)["errors"] == ["", "", "status 503"]
 
 
-def test_figures_without_a_good_answer():
-    figures = figures_of(Run([Answer(0.0, error="no")], 1.0), metrics=METRICS, percentiles=[99])
-    assert figures.completed == figures.max_concurrent_requests == 0
-    assert math.isnan(figures.latencies["ttft"].mean)
+def test_metrics_without_a_good_answer():
+    metrics = summarise(Run([Answer(0.0, error="no")], 1.0), metrics=METRICS, percentiles=[99])
+    assert metrics.completed == metrics.max_concurrent_requests == 0
+    assert math.isnan(metrics.latencies["ttft"].mean)
 
 
 def test_goodput_limits():

@@ -16,7 +16,7 @@ from jpaged.serving.admin.metrics import METHODS
 from jpaged.serving.admin.routes_metrics import metrics_app
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.engine.fake_runner import FakeRunner
 from tests.serving.served_runner import async_engine, served
 from tests.support.http_server import running
@@ -138,7 +138,7 @@ def test_keys_guard_the_main_port_but_not_the_metrics_port():
         assert httpx.post(f"{own}/metrics").status_code == 405
 
 
-def test_disable_log_stats_leaves_the_figures_of_process_and_http():
+def test_disable_log_stats_leaves_the_metrics_of_process_and_http():
     engine = async_engine(FakeRunner(), EngineOptions(disable_log_stats=True))
     with pytest.raises(RequestError, match="disable_log_stats"):
         engine.get_metrics()
@@ -151,7 +151,7 @@ def test_disable_log_stats_leaves_the_figures_of_process_and_http():
     assert "process_cpu_seconds_total" in text
 
 
-def test_a_closed_engine_has_no_figures(engine):
+def test_a_closed_engine_has_no_metrics(engine):
     app = create_app(Server(engine=engine, model_names=("fake",)))
     with running(metrics_app(app.state.metrics)) as base:
         engine.closed = True
@@ -165,7 +165,7 @@ import sys
 sys.path[:0] = [sys.argv[1]]
 import fake_engine
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.process import MetricsPort, serve, take_address
 from jpaged.serving.admin.routes_metrics import metrics_app
 

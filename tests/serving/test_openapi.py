@@ -11,12 +11,12 @@ from jpaged.frontend.pausing import SLEEP_LEVELS, WAKE_TAGS, PauseMode
 from jpaged.serving.admin import openapi
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.schemas import messages_requests as messages_schema
 from jpaged.serving.schemas import pooling as pooling_schema
 from jpaged.serving.schemas import requests as request_schema
 from jpaged.serving.schemas import responses_requests as responses_schema
 from jpaged.serving.schemas.requests import SizeLimits
+from jpaged.serving.server_state import Server
 from tests.serving.http_client import CHAT, post
 
 

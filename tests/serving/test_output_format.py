@@ -10,9 +10,10 @@ import pytest
 from jpaged.errors import RequestError
 from jpaged.params.structured_outputs import StructuredOutputsParams
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server, named_as_sent
+from jpaged.serving.openai_api.generation import named_as_sent
 from jpaged.serving.openai_api.output_format import names_as_sent
 from jpaged.serving.schemas.requests import ChatRequest, CompletionRequest
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import decode_body
 from tests.serving import fake_engine
 from tests.support.http_server import running

@@ -15,7 +15,7 @@ from starlette.routing import Mount
 from jpaged.serving.admin.routes_ui import CONTENT_TYPES, FOLDER, POLICY
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving.page_workspace import UI, make_workspace
 from tests.support.http_server import running
 

@@ -11,7 +11,7 @@ import jpaged
 from jpaged.chat.turn import ChatFormats
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving import fake_engine
 from tests.serving.demo_options import SIZES
 from tests.serving.page_workspace import make_workspace

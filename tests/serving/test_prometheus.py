@@ -17,7 +17,7 @@ from jpaged.engine.engine import EngineOptions, SchedulingOptions
 from jpaged.serving.admin.routes_metrics import metrics_app
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving.served_runner import async_engine
 from tests.support.http_server import running
 from tests.support.slow_runner import SlowRunner

@@ -11,7 +11,7 @@ import jpaged
 from jpaged import RequestError, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.serving.http_client import wait_for
 from tests.support.http_server import running

@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.log_format import JSONFormatter, TextFormatter, say
 from jpaged.serving.web.request_context import RequestContext, current
 from tests.serving.http_client import wait_for

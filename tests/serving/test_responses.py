@@ -12,8 +12,8 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 
 from jpaged.chat.turn import ChatFormats
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
 from jpaged.serving.responses import routes as routes_responses
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import RequireKey
 from tests.serving.http_client import post, strict, until_stopped, wait_for
 from tests.serving.request_bodies import request_bytes

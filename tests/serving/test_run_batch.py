@@ -20,7 +20,7 @@ from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.files.batch_files import BatchFileError, BatchResult, check_requests, open_results, read_requests
 from jpaged.serving.files.batch_run import answer, run_requests
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.keys import read_key_file
 
 URL = "/v1/completions"

@@ -25,7 +25,7 @@ sys.path[:0] = [sys.argv[1]]
 import fake_engine
 import jpaged
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.process import serve, take_address, take_unix_socket
 
 

@@ -10,7 +10,7 @@ from jpaged.chat.turn import ChatFormats
 from jpaged.params.pooling import PooledModel
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import INLINE_BYTES
 from tests.serving.http_client import CHAT, answer, param, post
 

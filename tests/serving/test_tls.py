@@ -14,7 +14,7 @@ from jpaged.cli.bench.serve import BenchServe
 from jpaged.cli.flags.client_tls import ServerTlsFlags
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from jpaged.serving.web.tls import TlsOptions
 from tests.support.http_server import running
 

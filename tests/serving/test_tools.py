@@ -13,7 +13,7 @@ from jpaged.parsers.tool_formats import FORMATS
 from jpaged.serving.application import create_app
 from jpaged.serving.openai_api.chat_answers import ChatAnswers
 from jpaged.serving.openai_api.chat_tools import ChatTools
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.serving.http_client import events, strict
 from tests.serving.tool_definitions import OFFERED, PARAMETERS, TEMPLATES
 from tests.support.tool_calls import RECORDED, reader

@@ -14,7 +14,7 @@ import pytest
 from jpaged.errors import RequestError
 from jpaged.serving.admin.tracing import RequestTracer, traced
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.engine.fake_runner import FakeRunner
 from tests.serving.http_client import wait_for
 from tests.serving.served_runner import async_engine

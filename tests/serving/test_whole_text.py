@@ -15,7 +15,7 @@ from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_options import engine_config
 from jpaged.serving.application import create_app
-from jpaged.serving.openai_api.generation import Server
+from jpaged.serving.server_state import Server
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.small_tokenizer import SmallTokenizer
 from tests.support.http_server import running

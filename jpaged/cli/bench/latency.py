@@ -83,6 +83,6 @@ class Latency:
         print(f"Output tokens/s: {self.batch_size * self.output_len / mean:.2f}")
         about = machine()
         print("Machine: " + ", ".join(f"{name} {value}" for name, value in about.items()))
-        figures = {"model": options["model"], "avg_latency": mean, "latencies": latencies, "percentiles": percentiles}
-        write_json(self.output_json, {**figures, "machine": about})
+        result = {"model": options["model"], "avg_latency": mean, "latencies": latencies, "percentiles": percentiles}
+        write_json(self.output_json, {**result, "machine": about})
         return 0

@@ -27,7 +27,7 @@ from jpaged.load_client.arrivals import Arrivals, RampUp
 from jpaged.load_client.backends import BACKENDS, Backend, LoadRequest
 from jpaged.load_client.connection import Endpoint, LoadError
 from jpaged.load_client.http_get import get
-from jpaged.load_client.metrics import NAMES, Figures, details, figures_of, parse_goodput
+from jpaged.load_client.metrics import NAMES, BenchmarkMetrics, details, parse_goodput, summarise
 from jpaged.load_client.run import Run, Target, send_all
 
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
@@ -202,27 +202,27 @@ class BenchServe(WorkloadFlags):
         target = self._target(model)
         arrivals = self._arrivals()
         percentiles = _percentiles(self.metric_percentiles)
-        runs: list[Figures] = []
+        runs: list[BenchmarkMetrics] = []
         for number, limit in enumerate(self.max_concurrency or (None,)):
             # A later run must not find the prompts of an earlier one in the prefix cache: it gets other random ids.
             if number:
                 requests = load(number)
             run = self._send(target, requests, arrivals, limit)
-            figures = figures_of(
+            metrics = summarise(
                 run, metrics=self._metrics(), percentiles=percentiles, goodput=parse_goodput(self.goodput),
                 max_concurrency=limit, request_rate=self.request_rate,
             )  # fmt: skip
             _print_errors(run)
-            print(figures.table(target.backend.generates))
-            runs.append(figures)
+            print(metrics.table(target.backend.generates))
+            runs.append(metrics)
             if self.save_result or self.append_result:
-                self._save(figures, run, model)
+                self._save(metrics, run, model)
         if self.plot is not None:
             from jpaged.load_client.plots import plot_concurrency
 
             plot_concurrency(runs, f"{model}: {len(requests)} requests a run, {target.endpoint.path}", self.plot)
             print(f"drawn: {self.plot}")
-        return 1 if any(figures.failed for figures in runs) else 0
+        return 1 if any(metrics.failed for metrics in runs) else 0
 
     # -- what to send, and where
 
@@ -373,10 +373,10 @@ class BenchServe(WorkloadFlags):
             bar.set_description("Requests" if limit is None else f"{limit} at a time")
             return asyncio.run(send_all(target, requests, times, max_concurrency=limit, update=bar.update))
 
-    def _save(self, figures: Figures, run: Run, model: str) -> None:
+    def _save(self, metrics: BenchmarkMetrics, run: Run, model: str) -> None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         label = self.label or self.backend
-        concurrency = "" if figures.max_concurrency is None else f"-concurrency{figures.max_concurrency}"
+        concurrency = "" if metrics.max_concurrency is None else f"-concurrency{metrics.max_concurrency}"
         name = self.result_filename
         if name is None:
             name = f"{label}-{self.request_rate:g}qps{concurrency}-{model.split('/')[-1]}-{now}.json"
@@ -385,9 +385,9 @@ class BenchServe(WorkloadFlags):
             "date": now, "endpoint_type": self.backend, "backend": self.backend, "label": label, "model_id": model,
             "tokenizer_id": self.tokenizer or model, "num_prompts": self.num_prompts,
             **_pairs("metadata", self.metadata), "request_rate": rate, "burstiness": self.burstiness,
-            "max_concurrency": figures.max_concurrency,
+            "max_concurrency": metrics.max_concurrency,
         }  # fmt: skip
-        fields |= figures.fields() | (details(run) if self.save_detailed else {})
+        fields |= metrics.fields() | (details(run) if self.save_detailed else {})
         # Several runs with one file name would overwrite each other.
         path = (self.result_dir or pathlib.Path()) / name
         append = self.append_result or (self.result_filename is not None and len(self.max_concurrency) > 1)

@@ -108,5 +108,5 @@ def table(cold: dict[str, Any], warm: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _line(name: str, *figures: float | None) -> str:
-    return f"{name:32}" + "".join(" " * 9 if figure is None else f"{figure:9.2f}" for figure in figures)
+def _line(name: str, *seconds: float | None) -> str:
+    return f"{name:32}" + "".join(" " * 9 if each is None else f"{each:9.2f}" for each in seconds)

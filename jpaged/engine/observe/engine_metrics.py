@@ -142,7 +142,7 @@ class EngineMetrics:
             step_tokens=self._step_tokens.copy(),
             step_seconds={kind: histogram.copy() for kind, histogram in self._step_seconds.items()},
             phases=dataclasses.replace(self._phases),
-            programs=runner.program_figures(),
+            programs=runner.program_metrics(),
             sharing=manager.pool.sharing(),
             kv_waste=manager.num_empty * manager.num_kv_groups / allocated if allocated else 0.0,
             corrupted_requests=counters.corrupted_requests,
