@@ -391,7 +391,7 @@ def main() -> None:
                 server.process.kill()
                 server.process.wait()
             disk.close()
-    from jpaged.cli.results import machine
+    from jpaged.cli.common.results import machine
 
     asked = f"--minutes {options.minutes:g} --seed {options.seed} --model {options.model}"
     report = {

@@ -4,8 +4,8 @@
 
 For each operation and width it computes M copies of one row, and prints the groups of M that give equal bits. These
 constants are chosen so that no program uses two groups: `MIN_BUCKET` and `MIN_REDUCTION`
-(jpaged/runtime/step/programs.py), `TILE_ROWS`, `MIN_TILES` and `MIN_SCORES` (pallas_kernels/paged_attention/xla.py).
-Run it for every new version of JAX.
+(jpaged/runtime/step/program_shapes.py), `TILE_ROWS`, `MIN_TILES` and `MIN_SCORES`
+(pallas_kernels/paged_attention/xla.py). Run it for every new version of JAX.
 """
 
 import argparse

@@ -20,7 +20,7 @@ import jax
 from tqdm import tqdm
 
 from jpaged.cli.bench.quality import HELD_OUT, measure, windows_of
-from jpaged.cli.results import check_writable, machine, needs_matplotlib, write_json
+from jpaged.cli.common.results import check_writable, machine, needs_matplotlib, write_json
 from jpaged.config import EngineConfig
 from jpaged.divergence import divergence
 from jpaged.loading import LoadedModel, load_model

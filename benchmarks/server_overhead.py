@@ -25,7 +25,7 @@ from typing import Any
 
 import uvicorn
 
-from jpaged.cli.results import machine
+from jpaged.cli.common.results import machine
 from jpaged.frontend.engine_thread import put_all
 from jpaged.frontend.output_stream import OutputStream
 from jpaged.load_client.backends import BACKENDS, LoadRequest

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.cli.bench.steps import engine_shape
-from jpaged.cli.results import machine
+from jpaged.cli.common.results import machine
 from jpaged.engine.engine import Engine
 from jpaged.frontend.build import build_engine
 from jpaged.params.sampling import SamplingParams

@@ -34,7 +34,7 @@ from kernels import measure_card, sentence
 from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.models.spec import DecoderSpec, Params, QKNorm, Rope, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.memory.plan import free_device_bytes

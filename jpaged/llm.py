@@ -23,7 +23,7 @@ from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.strategies.pooling import check_task
+from jpaged.engine.strategies.pooled_outputs import check_task
 from jpaged.engine_arguments import EngineArguments
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import build_engine, weights_name
@@ -33,7 +33,7 @@ from jpaged.frontend.interrupts import DeferredInterrupt
 from jpaged.frontend.pausing import WAKE_TAGS, check_level, wake_tags
 from jpaged.frontend.progress import Progress, UseTqdm
 from jpaged.frontend.prompts import one_each, prompt_list, with_prompt_index
-from jpaged.frontend.tracing import refuse_tracing
+from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.lifetime import call_at_exit, close_when_collected, end_thread, using_device
 from jpaged.outputs import (
     ClassificationOutput,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError, first_line
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 
 if TYPE_CHECKING:
     import jax

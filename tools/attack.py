@@ -49,7 +49,7 @@ from drawn_requests import (
 )
 from rich.progress import Progress
 
-from jpaged.cli.results import machine
+from jpaged.cli.common.results import machine
 
 NUM_STREAMS = 16
 OPTIONS = [

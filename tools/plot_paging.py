@@ -10,7 +10,7 @@ from contextlib import aclosing, closing
 from typing import Any
 
 from jpaged import AsyncLLM, EngineSnapshot, SamplingParams
-from jpaged.cli.block_picture import draw
+from jpaged.cli.common.block_picture import draw
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMMON = '''"""Read and write files: JSON, CSV and plain text. Every function closes what it opens."""

@@ -35,7 +35,7 @@ from typing import Any
 from attack import NUM_STREAMS, OPTIONS, serving, stream_body, streamed
 from drawn_requests import ask
 
-from jpaged.cli.results import machine
+from jpaged.cli.common.results import machine
 
 API, ADMIN = {"Authorization": "Bearer talk"}, {"Authorization": "Bearer look"}  # `ignored_auth` needs the capital
 HOLDING = ("pause", "resume", "sleep", "wake_up", "drain")  # ends of the paths of the third run

@@ -41,7 +41,7 @@ from demo_folder import write_folder
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
+from jpaged.cli.common.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions, DecoderSpec, Rope, param_shapes
 

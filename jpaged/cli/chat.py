@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jpaged.chat.prompt import chat_prompt, has_chat_template
+from jpaged.cli.common.offline import outputs_as_they_come
 from jpaged.cli.flags.engine import (
     ENGINE_DEFAULTS,
     EngineArguments,
@@ -21,7 +22,6 @@ from jpaged.cli.flags.engine import (
     one_line_help,
     read_text,
 )
-from jpaged.cli.offline import outputs_as_they_come
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 

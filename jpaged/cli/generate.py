@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from jpaged.cli.demo_prompts import FIRST_PROMPTS, FIRST_STOP
+from jpaged.cli.common.demo_prompts import FIRST_PROMPTS, FIRST_STOP
+from jpaged.cli.common.offline import outputs_as_they_come
+from jpaged.cli.common.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, engine_options, one_line_help
 from jpaged.cli.flags.sampling import SamplingFlags
-from jpaged.cli.offline import outputs_as_they_come
-from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.outputs import EngineStats, Logprob, RequestOutput
 
 

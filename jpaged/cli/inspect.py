@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jpaged.cli.common.results import OutputJson, check_writable, needs_matplotlib, write_json
 from jpaged.cli.flags.client_tls import SERVER_TLS_DEFAULTS, ServerTlsArguments
 from jpaged.cli.flags.engine import one_line_help
-from jpaged.cli.results import OutputJson, check_writable, needs_matplotlib, write_json
 from jpaged.errors import RequestError
 from jpaged.snapshot import EngineSnapshot
 
@@ -66,7 +66,7 @@ class Inspect:
         snapshot = fetch(self.url, self._key(), self.server_tls.context(), engine=self.engine)
         from rich.console import Console
 
-        from jpaged.cli.block_map import show
+        from jpaged.cli.common.block_map import show
 
         out = Console(highlight=False)
         if snapshot.num_engines > 1:
@@ -74,7 +74,7 @@ class Inspect:
         show(snapshot, out if out.is_terminal else Console(highlight=False, width=120))
         write_json(self.output_json, dataclasses.asdict(snapshot))
         if self.png is not None:
-            from jpaged.cli.block_picture import draw
+            from jpaged.cli.common.block_picture import draw
 
             draw(snapshot, self.png)
             out.print(f"drawn: {self.png}", markup=False)

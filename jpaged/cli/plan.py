@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from jpaged.cli.common.results import OutputJson, check_writable, write_json
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
-from jpaged.cli.results import OutputJson, check_writable, write_json
 
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from jpaged.cli.common.results import check_writable, machine, write_json
 from jpaged.cli.flags.engine import one_line_help
-from jpaged.cli.results import check_writable, machine, write_json
 
 
 @one_line_help

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from jpaged.cli.common.results import OutputJson, check_writable, write_json
 from jpaged.cli.flags.engine import one_line_help
-from jpaged.cli.results import OutputJson, check_writable, write_json
 from jpaged.errors import RequestError
 from jpaged.version import __version__
 

@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from jpaged.engine.engine_options import EngineOptions
-from jpaged.engine.input.admission import AdmissionControl
 from jpaged.engine.input.input_processor import InputProcessor, ModelLimits, Prompt
 from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -38,6 +37,7 @@ from jpaged.engine.output.answer_writer import AnswerWriter
 from jpaged.engine.output.output_processor import OutputProcessor
 from jpaged.engine.request import RequestStatus
 from jpaged.engine.request_group import RequestGroup
+from jpaged.engine.scheduling.admission import AdmissionControl
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import SchedulerCounters, SchedulerLimits
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions

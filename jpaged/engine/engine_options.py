@@ -6,7 +6,7 @@ import numpy as np
 
 from jpaged.engine.grammar import GrammarLimits
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
-from jpaged.engine.strategies.pooling import Pooling
+from jpaged.engine.strategies.pooled_outputs import Pooling
 from jpaged.params.logits_processors import LogitsProcessor
 
 

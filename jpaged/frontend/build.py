@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.grammar import GrammarLimits
-from jpaged.engine.strategies.pooling import Pooling, activation_of, labels_of
+from jpaged.engine.strategies.pooled_outputs import Pooling, activation_of, labels_of
 from jpaged.errors import LogitsError, ModelLoadError, RequestError
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
-from jpaged.frontend.tracing import refuse_tracing
+from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.lifetime import not_using_device
 from jpaged.params.logits_processors import LogitsProcessor, logits_processors
 from jpaged.params.pooling import PoolingParams

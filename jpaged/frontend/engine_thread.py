@@ -20,10 +20,10 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 from jpaged.engine.engine import Engine, Output, StepError
-from jpaged.engine.input.admission import QueueLength
 from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
+from jpaged.engine.scheduling.admission import QueueLength
 from jpaged.engine.step_plan import Runner
 from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.frontend.engine_access import CLOSED

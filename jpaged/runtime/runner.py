@@ -40,6 +40,7 @@ from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime.compile.background import BackgroundCompiler
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
+from jpaged.runtime.compile.program_table import Program
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
 from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.memory.out_of_memory import advice, explained
@@ -54,7 +55,7 @@ from jpaged.runtime.step.batch import pack, upload_long_rows
 from jpaged.runtime.step.block_moves import BlockMover, host_slots
 from jpaged.runtime.step.forward import flat_weights, run_forward
 from jpaged.runtime.step.output_programs import OutputShape, lm_head_params, uses_extras
-from jpaged.runtime.step.programs import SCORE, Program, Shape
+from jpaged.runtime.step.program_shapes import SCORE, Shape
 from jpaged.runtime.step.row_extras import ExtrasUploader
 from jpaged.runtime.store.cache import CacheCounter, CompileCounter, persistent_cache
 

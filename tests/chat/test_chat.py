@@ -11,7 +11,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.errors import RequestError
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from tests.engine.fake_runner import FakeRunner
 
 USER = {"role": "user", "content": "def read_json(path):"}

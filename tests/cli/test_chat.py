@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jpaged.cli.chat import Conversation
-from jpaged.cli.offline import outputs_as_they_come
+from jpaged.cli.common.offline import outputs_as_they_come
 from jpaged.errors import RequestError
 from jpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jpaged.params.sampling import SamplingParams

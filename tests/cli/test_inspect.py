@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from jpaged import cli
-from jpaged.cli import block_map, block_picture
+from jpaged.cli.common import block_map, block_picture
 from jpaged.cli.inspect import fetch
 from jpaged.errors import RequestError
 from jpaged.outputs import EngineStats

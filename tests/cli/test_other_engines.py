@@ -7,7 +7,7 @@ import pytest
 from jpaged import LLM, cli
 from jpaged.cli.flags.other_engines import without_neutral
 from jpaged.errors import RequestError
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 
 ACCEPTED = [
     ["--num-scheduler-steps", "1"], ["--num-scheduler-steps=1"], ["--enforce-eager"],

@@ -16,7 +16,7 @@ from jpaged.engine.input.input_processor import InputProcessor, ModelLimits
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.detokenizer import text_decoder
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.params.sampling import RequestOutputKind
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.engine.small_tokenizer import SPECIAL, SmallTokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.step_plan import NOT_FINITE
-from jpaged.engine.strategies.pooling import Pooling
+from jpaged.engine.strategies.pooled_outputs import Pooling
 from jpaged.errors import CapacityError
 from jpaged.metrics import Histogram, RequestHistograms, token_count_bounds
 from jpaged.params.pooling import PoolingParams

@@ -14,7 +14,7 @@ from jpaged import (
     TokenPoolingOutput,
 )
 from jpaged.engine.engine import Engine, EngineOptions, StepError
-from jpaged.engine.strategies.pooling import Activation, Pooling, activation_of, labels_of
+from jpaged.engine.strategies.pooled_outputs import Activation, Pooling, activation_of, labels_of
 from tests.engine.fake_runner import FakeRunner, PoolingRunner, next_token
 
 EMBEDS = Pooling(2)

@@ -18,7 +18,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.request import Request
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.requester import Requester, current_client
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.slow_runner import SlowRunner, collect, until, until_idle

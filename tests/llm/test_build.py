@@ -8,7 +8,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, AsyncLLM, EngineConfig, ModelLoadError, RequestError
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.models.spec import DecoderSpec, WeightLayout
 
 SPEC = DecoderSpec(

@@ -43,7 +43,7 @@ while not llm.stats().steps:
     time.sleep(0.01)
 """
 BUILDING = """
-from jpaged.runtime.step.programs import ProgramTable
+from jpaged.runtime.compile.program_table import ProgramTable
 began, compile = threading.Event(), ProgramTable.compile
 def compiling(*args, **options):
     began.set()

@@ -24,7 +24,7 @@ from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.strategies import SampleStrategy
 from jpaged.frontend.build import BuiltEngine, build_engine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.ctrl_c import press_ctrl_c_during_generate

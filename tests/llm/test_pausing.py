@@ -14,7 +14,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.slow_runner import SlowRunner, until, until_idle
 

@@ -19,7 +19,7 @@ from jpaged.cli.flags.config_file import with_config_file
 from jpaged.cli.flags.numbers import with_whole_numbers
 from jpaged.config import EngineConfig
 from jpaged.engine_arguments import EngineArguments
-from jpaged.frontend.engine_options import ALIASES, NOT_YET, engine_config
+from jpaged.frontend.engine_config import ALIASES, NOT_YET, engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
 from jpaged.loading.hub import find_model
 from jpaged.metric_families import Counter, Gauge, Histogram

@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers
 import jpaged
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.loading import load_model, load_tokenizer, valid_token_mask
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 

@@ -14,7 +14,7 @@ from jpaged.models.sharding import Shards, make_mesh
 from jpaged.runtime.prediction.program_text import Program
 from jpaged.runtime.step import context
 from jpaged.runtime.step.batch import Batch, ForwardShape, KVGroupRows
-from jpaged.runtime.step.programs import bucket_shapes
+from jpaged.runtime.step.program_shapes import bucket_shapes
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.parallel.sameness import check_a_batch_and_the_prefix_cache, check_each_request_alone
 from tests.support.random_requests import OPTIONS, answers, workload

@@ -21,8 +21,8 @@ from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.errors import CapacityError, EngineError, ModelLoadError, RequestError
 from jpaged.frontend import engine_devices
 from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_config import engine_config
 from jpaged.frontend.engine_devices import devices_of_engines
-from jpaged.frontend.engine_options import engine_config
 from jpaged.routing import ROUTERS
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app

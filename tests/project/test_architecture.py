@@ -37,7 +37,7 @@ ALLOWED = {
     },
     "jpaged.frontend": {"jpaged.engine"},
     "jpaged.diagnosis": {"jpaged.runtime", "pallas_kernels"},
-    "jpaged.planning": {"jpaged.frontend.engine_options", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.planning": {"jpaged.frontend.engine_config", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
     "jpaged.divergence": {"jpaged.loading", "jpaged.models", "jpaged.runtime", "pallas_kernels"},  # 8-bit pages
     "jpaged.quantizing": {"jpaged.loading", "jpaged.models", "pallas_kernels"},
     "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
@@ -94,7 +94,7 @@ ROOMS = {
         "parallel": {"store", "step", "memory", "compile"},
         "prediction": {"step", "memory", "compile"},
     },
-    "jpaged.cli": {"flags": set(), "bench": {"flags"}},
+    "jpaged.cli": {"common": set(), "flags": {"common"}, "bench": {"common", "flags"}},
 }
 OTHER_FILES = {"html/entities.py", "configuration_NAME.py", "modeling_NAME.py", "models/families/NAME.py"}
 MOST_FILES = 30  # in a folder: more are not read as a list

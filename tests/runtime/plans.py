@@ -3,7 +3,7 @@
 import numpy as np
 
 from jpaged.engine.step_plan import StepPlan
-from jpaged.runtime.step.programs import bucket_shapes
+from jpaged.runtime.step.program_shapes import bucket_shapes
 
 
 def shapes_of(max_num_seqs, max_tokens, **options):

@@ -13,13 +13,12 @@ import pytest
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError
-from jpaged.runtime.compile import background
+from jpaged.runtime.compile import background, program_table
 from jpaged.runtime.compile.background import THREAD_NAME
+from jpaged.runtime.compile.program_table import Program, ProgramTable
 from jpaged.runtime.compile.worker import CompileWorker
 from jpaged.runtime.runner import ModelRunner
-from jpaged.runtime.step import programs
 from jpaged.runtime.step.output_programs import SampleShape, ScoreShape
-from jpaged.runtime.step.programs import Program, ProgramTable
 from tests.runtime.plans import make_plan, shapes_of
 from tests.support.tiny_engine import SPECS, bits, make_engine, make_runner, run
 
@@ -92,7 +91,7 @@ def test_a_step_waits_for_the_first_program_of_a_kind():
 
 
 def test_a_long_wait_for_a_program_is_told_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(programs, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(program_table, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     table = table_with("decode 32 rows", "mixed 512 tokens", "sample greedy 32 rows")
     thread = threading.Thread(target=lambda: table.sampler(9, SamplerVariant.RANDOM))

@@ -11,7 +11,7 @@ import pytest
 
 from jpaged import diagnosis, planning
 from jpaged.cli import main, report
-from jpaged.cli.results import write_json
+from jpaged.cli.common.results import write_json
 from jpaged.errors import ModelLoadError
 from jpaged.frontend.build import build_engine
 from jpaged.models.spec import Activation, DecoderSpec, Rope, param_shapes

@@ -16,7 +16,7 @@ from jpaged.params.sampling import MAX_LOGIT_BIAS
 from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.state import NUM_FIELDS
 from jpaged.runtime.step import block_moves
-from jpaged.runtime.step.programs import smallest_bucket
+from jpaged.runtime.step.program_shapes import smallest_bucket
 
 SPEC = DecoderSpec(
     vocab_size=1000, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,

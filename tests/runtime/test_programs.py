@@ -9,14 +9,10 @@ import pytest
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, QKNorm
+from jpaged.runtime.compile.program_table import ProgramTable
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
-from jpaged.runtime.step.programs import (
-    MAX_PROGRAMS,
-    MAX_STEP_PROGRAMS,
-    ProgramTable,
-    smallest_bucket,
-)
+from jpaged.runtime.step.program_shapes import MAX_PROGRAMS, MAX_STEP_PROGRAMS, smallest_bucket
 from tests.runtime.plans import make_plan, shapes_of
 
 

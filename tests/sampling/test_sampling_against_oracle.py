@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
+from jpaged.cli.common.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
 from jpaged.engine.request import Request
 from jpaged.engine.sampling_extras import SamplingExtras

@@ -8,7 +8,7 @@ from unittest import mock
 from jpaged import AsyncLLM, SamplingParams
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server

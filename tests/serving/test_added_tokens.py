@@ -17,7 +17,7 @@ from jpaged.chat.turn import ChatFormats
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server
 from tests.support import added_tokens, tiny_engine

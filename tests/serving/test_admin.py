@@ -15,7 +15,7 @@ from jpaged import AsyncLLM, CapacityError, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server

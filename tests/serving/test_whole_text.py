@@ -13,7 +13,7 @@ import pytest
 from jpaged import AsyncLLM, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
-from jpaged.frontend.engine_options import engine_config
+from jpaged.frontend.engine_config import engine_config
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server
 from tests.engine.fake_runner import FakeRunner

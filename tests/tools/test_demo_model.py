@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from jpaged import LLM, SamplingParams
-from jpaged.cli.demo_prompts import BUILT_IN_PROMPTS
+from jpaged.cli.common.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading import load_model

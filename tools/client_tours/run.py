@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jpaged.cli.results import machine
+from jpaged.cli.common.results import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from attack import serving

@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 from jpaged.cli.bench.workloads import random_ids
+from jpaged.cli.common.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
-from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.errors import RequestError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

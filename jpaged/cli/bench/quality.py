@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jpaged.cli.common.results import OutputJson, check_writable, machine, needs_matplotlib, write_json
 from jpaged.cli.flags.engine import (
     ENGINE_DEFAULTS,
     EngineArguments,
@@ -18,7 +19,6 @@ from jpaged.cli.flags.engine import (
     one_line_help,
     read_text,
 )
-from jpaged.cli.results import OutputJson, check_writable, machine, needs_matplotlib, write_json
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jpaged.cli.bench.workloads import BenchRequest, OptionalInt, WorkloadFlags
+from jpaged.cli.common.results import check_writable, needs_matplotlib
 from jpaged.cli.flags.client_tls import SERVER_TLS_DEFAULTS, ServerTlsArguments
 from jpaged.cli.flags.engine import ModelArgument, one_line_help
-from jpaged.cli.results import check_writable, needs_matplotlib
 from jpaged.errors import JPagedError, RequestError
 from jpaged.load_client.arrivals import Arrivals, RampUp
 from jpaged.load_client.backends import BACKENDS, Backend, LoadRequest

@@ -8,8 +8,8 @@ import datetime
 import sys
 from typing import Any
 
+from jpaged.cli.common.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
-from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 from jpaged.errors import RequestError
 
 

@@ -7,8 +7,8 @@ import dataclasses
 import time
 
 from jpaged.cli.bench.workloads import WorkloadFlags
+from jpaged.cli.common.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
-from jpaged.cli.results import OutputJson, check_writable, machine, write_json
 
 
 @one_line_help

@@ -1,14 +1,14 @@
 """Flags of vLLM that jpaged has under another name, or does not have: those are dropped where they ask for nothing,
 otherwise refused by name.
 
-`frontend/engine_options.py` does the same for options in Python.
+`frontend/engine_config.py` does the same for options in Python.
 """
 
 import ast
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged.frontend.engine_options import ALIASES, NOT_YET, is_neutral
+from jpaged.frontend.engine_config import ALIASES, NOT_YET, is_neutral
 
 COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "plan")  # those with engine options
 QUANTIZATION = "quantization"  # an option that jpaged has; its value may be the word None, and -q is its short form

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jpaged.cli.demo_prompts import DEMO_REPETITION_PENALTY
+from jpaged.cli.common.demo_prompts import DEMO_REPETITION_PENALTY
 from jpaged.cli.flags.engine import one_line_help, read_text
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams

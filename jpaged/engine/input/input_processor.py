@@ -26,7 +26,7 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.strategies import BeamStrategy, BestOfStrategy, PoolStrategy, SampleStrategy, Strategy
 from jpaged.engine.strategies.beam_search import BeamSearch
-from jpaged.engine.strategies.pooling import check_task
+from jpaged.engine.strategies.pooled_outputs import check_task
 from jpaged.errors import RequestError
 from jpaged.outputs import RequestMetrics
 from jpaged.params.pooling import PoolingParams

@@ -7,7 +7,7 @@ import numpy as np
 
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.step_plan import Runner
-from jpaged.engine.strategies.pooling import Pooling
+from jpaged.engine.strategies.pooled_outputs import Pooling
 from jpaged.params.logits_processors import LogitsProcessor
 
 

@@ -8,7 +8,7 @@ from jpaged.engine.observe.engine_metrics import AnswerEnd
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.step_plan import StepResult
 from jpaged.engine.strategies.base import CollectedStep, Output, Strategy
-from jpaged.engine.strategies.pooling import Pooled, Pooling
+from jpaged.engine.strategies.pooled_outputs import Pooled, Pooling
 from jpaged.errors import EngineError
 from jpaged.outputs import PoolingRequestOutput
 from jpaged.params.pooling import PoolingParams

@@ -1,1 +1,1 @@
-"""The way to compiled programs: from a configuration to a fitted build, and the ones that are compiled later."""
+"""From a configuration to a table of compiled programs. Some are compiled after the engine has started."""

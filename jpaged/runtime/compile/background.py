@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from jpaged.errors import EngineError
 from jpaged.lifetime import call_at_exit
 from jpaged.runtime.compile.blueprint import FittedBuild
+from jpaged.runtime.compile.program_table import ProgramTable, compiled
 from jpaged.runtime.compile.worker import FAILURES, CompileWorker
-from jpaged.runtime.step.programs import ProgramTable, Shape, compiled, kind_of, size
+from jpaged.runtime.step.program_shapes import Shape, kind_of, size
 from jpaged.runtime.store.stored_programs import ProgramStore
 
 logger = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.compile.gated_dot_choice import checked_implementation, named_implementation
+from jpaged.runtime.compile.program_table import ProgramTable, temp_bytes
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.memory import plan as memory
@@ -39,17 +40,7 @@ from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
 from jpaged.runtime.step.forward import compile_forward, upload_row
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, compile_output
-from jpaged.runtime.step.programs import (
-    DECODE,
-    MIXED,
-    POOL,
-    ProgramTable,
-    Shape,
-    bucket_shapes,
-    kind_of,
-    size,
-    temp_bytes,
-)
+from jpaged.runtime.step.program_shapes import DECODE, MIXED, POOL, Shape, bucket_shapes, kind_of, size
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model

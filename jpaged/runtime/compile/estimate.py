@@ -13,7 +13,7 @@ from jpaged.runtime.step.output_programs import PoolShape, SampleShape
 
 if TYPE_CHECKING:
     from jpaged.runtime.compile.blueprint import Blueprint
-    from jpaged.runtime.step.programs import Shape
+    from jpaged.runtime.step.program_shapes import Shape
 
 # float32 copies of the logits: the logits, the sampler's processed ones, and the sort of the most likely ones.
 LOGITS = {"gpu": 4.5, "tpu": 10.0, "cpu": 4.5}

@@ -24,7 +24,7 @@ from jpaged.runtime import nvidia_devices
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.kv_format import FP8, KVFormat
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
-from jpaged.runtime.step.programs import smallest_bucket
+from jpaged.runtime.step.program_shapes import smallest_bucket
 from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger(__name__)

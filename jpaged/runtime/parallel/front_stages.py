@@ -22,13 +22,13 @@ from jaxtyping import Array, Int
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import Params
 from jpaged.runtime.compile.blueprint import FittedBuild
+from jpaged.runtime.compile.program_table import ProgramTable
 from jpaged.runtime.memory.sleeping import HostWeights
 from jpaged.runtime.state import DeviceState, Field
 from jpaged.runtime.step.batch import pack, upload_long_rows
 from jpaged.runtime.step.block_moves import BlockMover
 from jpaged.runtime.step.forward import flat_weights, run_forward
 from jpaged.runtime.step.output_programs import SampleShape
-from jpaged.runtime.step.programs import ProgramTable
 from jpaged.runtime.store.stored_programs import compile_program
 
 

@@ -25,7 +25,7 @@ from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.prediction.program_text import Operation, Program, Traffic
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import SampleShape, lm_head_params
-from jpaged.runtime.step.programs import Shape
+from jpaged.runtime.step.program_shapes import Shape
 from jpaged.runtime.targets import Target
 from pallas_kernels.paged_attention.tiling import Tiling
 

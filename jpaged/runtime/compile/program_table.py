@@ -1,4 +1,4 @@
-"""The finite table of programs: their shapes, compiling them all before ready, and choosing one for a plan."""
+"""The finite table of programs: compiling them all before ready, and choosing one for a plan."""
 
 import concurrent.futures
 import dataclasses
@@ -11,127 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
-from jpaged.errors import EngineError, ModelLoadError
+from jpaged.errors import EngineError
 from jpaged.lifetime import stop_if_ending
-from jpaged.models.spec import DecoderSpec
 from jpaged.phases import PATIENCE_SECONDS, tell
 from jpaged.runtime.step.batch import ForwardShape
-from jpaged.runtime.step.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
+from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
+from jpaged.runtime.step.program_shapes import DECODE, MIXED, POOL, SCORE, Kind, Shape, kind_of, size
 from jpaged.runtime.store.cache import cache_hits
 
-# Largest number of programs with default options. Five of them are not in the table: upload_row, copying blocks in two
-# sizes, and the two of ExtrasUploader. A host tier adds two.
-MAX_PROGRAMS = 24
-MAX_STEP_PROGRAMS = MAX_PROGRAMS - 5
-MAX_ROW_BUCKETS = 4
-MAX_FORWARD_PROGRAMS = 8
-MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL
-# Below 8 rows XLA's CPU products give other bits, and bf16 is 5 to 18 times slower; 8 rows cost what 2 do.
-MIN_BUCKET = 8
-# XLA's CPU reductions over fewer elements than this, in all rows together, give other bits.
-MIN_REDUCTION = 4096
-
-
-def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
-    """Fewest rows and tokens of a program. On CPU, a row's bits are then the same in every program.
-
-    It is 8 for every model of use. Tiny models need more, so that their norms reduce over MIN_REDUCTION elements.
-    """
-    if platform != "cpu":
-        return MIN_BUCKET
-    widths = [spec.hidden_size, spec.vocab_size]  # of normalised vectors
-    if spec.qk_norm is not None:
-        widths.append(spec.num_kv_heads * spec.head_dim)
-    if spec.latent is not None:
-        widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
-    narrowest = min(widths)
-    return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
-
-
-Shape = ForwardShape | OutputShape
 logger = logging.getLogger(__name__)
 
-Kind = str  # see `kind_of`
-DECODE, MIXED, SCORE, POOL = "decode", "mixed", "score", "pool"  # kinds; a `sample` program has its variant's name
 ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
-
-
-def bucket_shapes(
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    block_size: int,
-    num_kv_groups: int = 1,
-    smallest: int = MIN_BUCKET,
-    row_buckets: Sequence[int] | None = None,
-    token_buckets: Sequence[int] | None = None,
-    pools: bool = False,
-    context: int = 1,
-) -> list[Shape]:
-    """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
-
-    Forward programs: one per row bucket for steps of decodes only; one per token bucket, with rows at the maximum, for
-    all other steps. `sample` programs: one per row bucket for each sampler variant, fewer for FULL. One `score`
-    program. A model that pools has no decodes: it has a forward program per token bucket, a `pool` program per row
-    bucket.
-
-    context: devices that the tokens of a program are spread over, if each has `smallest` tokens or more. Decodes are
-    not spread: reading the weights takes most of their time, and each device must read them all. Raises ModelLoadError
-    if no program can be spread.
-    """
-    max_rows = max(max_num_seqs, smallest)
-    max_tokens = max(max_num_batched_tokens, smallest)
-    if row_buckets:
-        rows = _checked(row_buckets, smallest, max_rows)
-    else:
-        rows = _thin(_powers(smallest, max_rows), MAX_ROW_BUCKETS)
-    if token_buckets:
-        tokens = _checked(token_buckets, smallest, max_tokens)
-    else:
-        # Small buckets are dropped first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
-        tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
-    parts = [1 if n % context or n // context < smallest else context for n in tokens]
-    if context not in parts:
-        raise ModelLoadError(
-            f"prefill_context_parallel_size={context}: no program can be split into {context} parts of {smallest} "
-            f"tokens or more (token_buckets {', '.join(map(str, tokens))}): use a power of two, or token_buckets and "
-            f"max_num_batched_tokens with a multiple of {context * smallest}"
-        )
-    mixed = [
-        ForwardShape(False, n, max_rows, block_size, num_kv_groups, count)
-        for n, count in zip(tokens, parts, strict=True)
-    ]
-    if pools:
-        return [*mixed, *(PoolShape(n) for n in rows)]
-    decodes = [ForwardShape(True, n, n, block_size, num_kv_groups) for n in rows]
-    samplers = [SampleShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
-    full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
-    samplers += [SampleShape(n, SamplerVariant.FULL) for n in full]
-    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1])]
-
-
-def _powers(low: int, high: int) -> list[int]:
-    """Powers of two from low, then high itself."""
-    values = [low << i for i in range(32) if low << i < high]
-    return [*values, high]
-
-
-def _thin(values: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the values, evenly spread, the largest included."""
-    if len(values) <= most:
-        return list(values)
-    if most == 1:
-        return [values[-1]]
-    return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
-
-
-def _checked(values: Sequence[int], smallest: int, largest: int) -> list[int]:
-    """Buckets that the caller named, sorted, raised to the smallest where below it, and the largest added."""
-    return sorted({max(smallest, min(int(v), largest)) for v in values} | {largest})
 
 
 @runtime_checkable
@@ -330,24 +223,6 @@ class ProgramTable:
             for p in self.programs
         ]
         return "\n".join(lines)
-
-
-def kind_of(shape: Shape) -> Kind:
-    """The purpose of a program. The largest program of a kind can do the work of all others."""
-    match shape:
-        case ForwardShape():
-            return DECODE if shape.is_decode else MIXED
-        case SampleShape():
-            return shape.variant.name
-        case ScoreShape():
-            return SCORE
-        case PoolShape():
-            return POOL
-
-
-def size(shape: Shape) -> int:
-    """Rows or tokens of a program: the larger its number, the longer it takes to compile."""
-    return shape.tokens if isinstance(shape, ForwardShape | ScoreShape) else shape.rows
 
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:

@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 
-from jpaged.cli.block_map import Look, lighter, looks, summary
+from jpaged.cli.common.block_map import Look, lighter, looks, summary
 from jpaged.snapshot import BlockSnapshot, EngineSnapshot
 
 DPI = 100
