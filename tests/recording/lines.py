@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import CodeType
-from typing import Any, TextIO
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels", "benchmarks", "tools", "examples")
@@ -22,10 +22,11 @@ class Reach:
     """Collects the lines that run. `reached` has those since the last `restart`, by file.
 
     Line 0: the file was opened, not to import it. Files that Rust or C++ opens are not seen.
-    out: a file that also gets each line at once.
+    out: descriptor of a file that also gets each line at once. Not a file object: its lock may be held when a thread
+    forks, and the child would wait for it for ever.
     """
 
-    def __init__(self, out: TextIO | None = None) -> None:
+    def __init__(self, out: int | None = None) -> None:
         self.reached: dict[str, set[int]] = {}
         self._out = out
         self._files: dict[str, str | None] = {}
@@ -60,7 +61,7 @@ class Reach:
         if line not in lines:
             lines.add(line)
             if self._out is not None:
-                self._out.write(f"{file}:{line}\n")
+                os.write(self._out, f"{file}:{line}\n".encode())
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str) and args[0].startswith(_PREFIX):
@@ -95,6 +96,7 @@ def start_child() -> None:
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     folder = os.environ.get(FOLDER)
     if folder and test and sys.version_info >= (3, 12):
-        out = Path(folder, f"child-{os.getpid()}-{os.urandom(4).hex()}.lines").open("w", buffering=1)  # noqa: SIM115
-        out.write(f"{test}\n")
+        path = Path(folder, f"child-{os.getpid()}-{os.urandom(4).hex()}.lines")
+        out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.write(out, f"{test}\n".encode())
         Reach(out).start()
