@@ -9,23 +9,9 @@ from numba import njit
 from pallas_kernels.dot import cpu_vectors
 from pallas_kernels.dot.cpu import OPTION_KIND, OPTION_OUT_KIND
 from pallas_kernels.native import vectors
-from pallas_kernels.native.frame import (
-    ARGUMENTS,
-    DONE,
-    MOST_THREADS,
-    NATIVE,
-    NEXT,
-    UNITS,
-    argument,
-    asks_for_metadata,
-    dimension,
-    make_run,
-    make_task,
-    out_of_memory,
-    result,
-)
+from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result, words
 from pallas_kernels.native.kinds import BFLOAT16
-from pallas_kernels.native.memory import fetch_add, fill_zeros, load_int32, load_int64, malloc, store_int64
+from pallas_kernels.native.memory import fill_zeros, load_int32, load_int64, store_int64
 
 LANES, TILE, VECTOR = vectors.LANES, vectors.TILE, vectors.VECTOR
 TILE_OUTPUTS = LANES // TILE
@@ -35,7 +21,7 @@ FEW = 8 if LANES == 16 else TILE  # rows that are multiplied with one row of wei
 FIRST_CACHE = 28_672  # bytes of rows that stay in the first-level cache, next to the weights of a tile
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 
-X, WEIGHT, OUT, ROWS, NUM_OUTPUTS, INPUT_BYTES, KIND, OUT_KIND, LAST_FIELD = (ARGUMENTS + 8 * i for i in range(9))
+X, WEIGHT, OUT, ROWS, NUM_OUTPUTS, INPUT_BYTES, KIND, OUT_KIND, JOB_BYTES = words(8)
 
 
 @njit(**NATIVE)
@@ -133,29 +119,9 @@ def multiply(job, unit, scratch):
 
 
 @njit(**NATIVE)
-def work(job, scratch):
-    """Claim units and compute them until none is left."""
-    units = load_int64(job + UNITS)
-    unit = fetch_add(job + NEXT, 1)
-    while unit < units:
-        multiply(job, unit, scratch)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-
-
-task = make_task(work, scratch_bytes)
-run = make_run(work, scratch_bytes)
-
-
-@njit(**NATIVE)
-def handler(frame, task):
-    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
-    if asks_for_metadata(frame):
-        return 0
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
     options = argument(frame, 0)
-    job = malloc(LAST_FIELD)
-    if job == 0:
-        return out_of_memory(frame)
     kind, out_kind = load_int32(options + 4 * OPTION_KIND), load_int32(options + 4 * OPTION_OUT_KIND)
     all_rows, inputs, outputs = dimension(frame, 2, 0), dimension(frame, 2, 1), dimension(frame, 3, 0)
     rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
@@ -171,4 +137,7 @@ def handler(frame, task):
     units = (outputs + OUTPUTS - 1) // OUTPUTS if rows > 0 else 0
     out_line = outputs * (2 if out_kind == BFLOAT16 else 4)
     fill_zeros(result(frame, 0) + rows * out_line, (all_rows - rows) * out_line)
-    return run(frame, task, job, units, MOST_THREADS if outputs * line >= MIN_SHARED_BYTES else 1)
+    return units, outputs * line >= MIN_SHARED_BYTES
+
+
+task, handler = make_kernel(prepare, make_work(multiply), JOB_BYTES, scratch_bytes)

@@ -9,25 +9,10 @@ from numba import njit
 
 from pallas_kernels.dot.cpu_kernel import MIN_SHARED_BYTES, MOST_ROWS, OUTPUTS, multiply_rows
 from pallas_kernels.native.convert import size_of
-from pallas_kernels.native.frame import (
-    ARGUMENTS,
-    DONE,
-    MOST_THREADS,
-    NATIVE,
-    NEXT,
-    UNITS,
-    argument,
-    asks_for_metadata,
-    dimension,
-    make_run,
-    make_task,
-    out_of_memory,
-    result,
-)
-from pallas_kernels.native.memory import fetch_add, fill_zeros, load_int32, load_int64, malloc, store_int64
+from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result, words
+from pallas_kernels.native.memory import fill_zeros, load_int32, load_int64, store_int64
 
-X, WEIGHTS, OUT, NUM_OUTPUTS, INPUT_BYTES, KIND, LAST_FIELD = (ARGUMENTS + 8 * i for i in range(7))
-JOB_BYTES = LAST_FIELD  # followed by the runs
+X, WEIGHTS, OUT, NUM_OUTPUTS, INPUT_BYTES, KIND, JOB_BYTES = words(6)  # the runs follow
 FIRST, COUNT, MATRIX, RUN_BYTES = 0, 8, 16, 24  # of a run: its first row among those of all blocks, number of rows
 
 
@@ -50,21 +35,6 @@ def multiply(job, unit, scratch):
         min(OUTPUTS, outputs - output), load_int64(job + OUT) + (first * outputs + output) * size_of(kind), outputs,
         scratch,
     )  # fmt: skip
-
-
-@njit(**NATIVE)
-def work(job, scratch):
-    """Claim units and compute them until none is left."""
-    units = load_int64(job + UNITS)
-    unit = fetch_add(job + NEXT, 1)
-    while unit < units:
-        multiply(job, unit, scratch)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-
-
-task = make_task(work, scratch_bytes)
-run = make_run(work, scratch_bytes)
 
 
 @njit(**NATIVE)
@@ -102,18 +72,24 @@ def clear_other_rows(places, runs, all_rows, out, row_bytes):
         end = start + (load_int64(place + COUNT) if index < runs else 0)
 
 
+@njit(inline="always", **NATIVE)
+def used_blocks(frame):
+    """Number of blocks that the call uses."""
+    return max(0, min(dimension(frame, 4, 0), np.int64(load_int32(argument(frame, 1)))))
+
+
 @njit(**NATIVE)
-def handler(frame, task):
-    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
-    if asks_for_metadata(frame):
-        return 0
+def job_bytes(frame):
+    """Bytes of a job with its runs."""
+    return JOB_BYTES + RUN_BYTES * used_blocks(frame)
+
+
+@njit(**NATIVE)
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
     blocks, rows, inputs = dimension(frame, 4, 0), dimension(frame, 4, 1), dimension(frame, 4, 2)
     matrices, outputs = dimension(frame, 5, 0), dimension(frame, 5, 1)
-    kind = load_int32(argument(frame, 0))
-    used = max(0, min(blocks, np.int64(load_int32(argument(frame, 1)))))
-    job = malloc(JOB_BYTES + RUN_BYTES * used)
-    if job == 0:
-        return out_of_memory(frame)
+    kind, used = load_int32(argument(frame, 0)), used_blocks(frame)
     line = inputs * size_of(kind)
     store_int64(job + X, argument(frame, 4))
     store_int64(job + WEIGHTS, argument(frame, 5))
@@ -123,5 +99,7 @@ def handler(frame, task):
     store_int64(job + KIND, kind)
     runs = list_runs(job + JOB_BYTES, used, rows, argument(frame, 2), argument(frame, 3), matrices)
     clear_other_rows(job + JOB_BYTES, runs, blocks * rows, result(frame, 0), outputs * size_of(kind))
-    units = runs * ((outputs + OUTPUTS - 1) // OUTPUTS)
-    return run(frame, task, job, units, MOST_THREADS if runs * outputs * line >= MIN_SHARED_BYTES else 1)
+    return runs * ((outputs + OUTPUTS - 1) // OUTPUTS), runs * outputs * line >= MIN_SHARED_BYTES
+
+
+task, handler = make_kernel(prepare, make_work(multiply), job_bytes, scratch_bytes)

@@ -191,3 +191,94 @@ def make_run(work: Callable[[int, int], None], scratch_bytes: Callable[[int], in
         return 0
 
     return run
+
+
+def words(count: int) -> tuple[int, ...]:
+    """Offsets of a kernel's own int64 words in a job, then the size of the job in bytes."""
+    return tuple(ARGUMENTS + 8 * index for index in range(count + 1))
+
+
+@njit(**NATIVE)
+def no_scratch(job: int) -> int:
+    """Bytes of a thread's scratch that is not used."""
+    return CACHE_LINE
+
+
+def make_work(compute: Callable[[int, int, int], None]) -> Any:
+    """A function work(job, scratch) that claims units and computes them until none is left.
+
+    compute(job, unit, scratch) computes one unit.
+    """
+
+    @njit(**NATIVE)
+    def work(job: int, scratch: int) -> None:
+        units = load_int64(job + UNITS)
+        unit = fetch_add(job + NEXT, 1)
+        while unit < units:
+            compute(job, unit, scratch)
+            fetch_add(job + DONE, 1)
+            unit = fetch_add(job + NEXT, 1)
+
+    return work
+
+
+def make_work_in_two_passes(
+    count_first: Callable[[int], int], first: Callable[[int, int, int], None], second: Callable[[int, int, int], None]
+) -> Any:
+    """As `make_work`, but the second pass starts when all units of the first are computed.
+
+    count_first(job): number of units in the first pass. first, second: compute(job, unit, scratch) of a pass. Units
+    count from 0 in each pass.
+    """
+
+    @njit(**NATIVE)
+    def work(job: int, scratch: int) -> None:
+        units, before = load_int64(job + UNITS), count_first(job)
+        unit = fetch_add(job + NEXT, 1)
+        while unit < min(before, units):
+            first(job, unit, scratch)
+            fetch_add(job + DONE, 1)
+            unit = fetch_add(job + NEXT, 1)
+        spins = 0
+        while unit < units and fetch_add(job + DONE, 0) < before:  # a thread has begun each unit of the first pass
+            spins += 1
+            pause()
+            if spins % SPINS == 0:
+                yield_processor(0)
+        while unit < units:
+            second(job, unit - before, scratch)
+            fetch_add(job + DONE, 1)
+            unit = fetch_add(job + NEXT, 1)
+
+    return work
+
+
+def make_kernel(
+    prepare: Callable[[int, int], tuple[int, bool]],
+    work: Callable[[int, int], None],
+    job_bytes: Callable[[int], int] | int,
+    scratch_bytes: Callable[[int], int] = no_scratch,
+) -> tuple[Any, Any]:
+    """The two functions of a kernel: `task`, which a helper thread runs, and `handler`, which XLA calls.
+
+    prepare(frame, job) writes the kernel's words, and returns the number of units and whether threads share them.
+    work, scratch_bytes: as in `make_task`. job_bytes: size of the job, or a function of the frame that computes it.
+    """
+    run = make_run(work, scratch_bytes)
+    if isinstance(job_bytes, int):
+        fixed = job_bytes
+        size = njit(**NATIVE)(lambda frame: fixed)
+    else:
+        size = job_bytes
+
+    @njit(**NATIVE)
+    def handler(frame: int, task: int) -> int:
+        if asks_for_metadata(frame):
+            return 0
+        job = malloc(size(frame))
+        if job == 0:
+            return out_of_memory(frame)
+        units, is_shared = prepare(frame, job)
+        return run(frame, task, job, units, MOST_THREADS if is_shared else 1)
+
+    return make_task(work, scratch_bytes), handler

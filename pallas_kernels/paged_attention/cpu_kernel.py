@@ -14,31 +14,24 @@ from numba import njit
 from pallas_kernels.native import vectors
 from pallas_kernels.native.convert import narrow, round_up, size_of, widen
 from pallas_kernels.native.frame import (
-    ARGUMENTS,
     CACHE_LINE,
-    DONE,
-    MOST_THREADS,
     NATIVE,
-    NEXT,
     UNITS,
     argument,
-    asks_for_metadata,
     dimension,
-    make_run,
-    make_task,
-    out_of_memory,
+    make_kernel,
+    make_work,
     result,
+    words,
 )
 from pallas_kernels.native.kinds import BFLOAT16, FLOAT8, INT8
 from pallas_kernels.native.memory import (
     copy_bytes,
-    fetch_add,
     fill_zeros,
     load_bfloat16,
     load_float32,
     load_int32,
     load_int64,
-    malloc,
     prefetch,
     store_float32,
     store_int64,
@@ -56,9 +49,9 @@ MIN_SHARED_BYTES = 65_536  # of keys and values; below, one thread is faster: wa
 # the job's words, in the order of the handler's arguments, then the result and sizes
 (
     OPTIONS, Q, STARTS, LENS, TABLES, SINK_LOGITS, SLOPES, DATA, SCALES, OUT,
-    ROWS, HEADS, HEAD_DIM, NUM_BLOCKS, PARTS, KV_HEADS, BLOCK_SIZE, WIDTH, TILE_ROWS, LAST_FIELD,
-) = (ARGUMENTS + 8 * i for i in range(20))  # fmt: skip
-JOB_BYTES = LAST_FIELD  # followed by first_unit[ROWS + 1]: the first unit of each row
+    ROWS, HEADS, HEAD_DIM, NUM_BLOCKS, PARTS, KV_HEADS, BLOCK_SIZE, WIDTH, TILE_ROWS, JOB_BYTES,
+) = words(19)  # fmt: skip
+# first_unit[ROWS + 1] follows: the first unit of each row
 
 
 @njit(inline="always", **NATIVE)
@@ -311,39 +304,31 @@ def attend(job, row, tile, head, scratch):
 
 
 @njit(**NATIVE)
-def work(job, scratch):
-    """Claim units and compute them until none is left. The last tiles of a row have the most keys and come first."""
-    units, rows, kv_heads = load_int64(job + UNITS), load_int64(job + ROWS), load_int64(job + KV_HEADS)
-    first_unit = job + JOB_BYTES
-    claimed = fetch_add(job + NEXT, 1)
-    while claimed < units:
-        unit = units - 1 - claimed
-        low, high = 0, rows  # the row is at least low and below high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if load_int64(first_unit + 8 * middle) <= unit:
-                low = middle
-            else:
-                high = middle
-        inside = unit - load_int64(first_unit + 8 * low)
-        attend(job, low, inside // kv_heads, inside % kv_heads, scratch)
-        fetch_add(job + DONE, 1)
-        claimed = fetch_add(job + NEXT, 1)
-
-
-task = make_task(work, scratch_bytes)
-run = make_run(work, scratch_bytes)
+def attend_unit(job, claimed, scratch):
+    """Compute one unit. The last tiles of a row have the most keys and come first."""
+    first_unit, kv_heads = job + JOB_BYTES, load_int64(job + KV_HEADS)
+    unit = load_int64(job + UNITS) - 1 - claimed
+    low, high = 0, load_int64(job + ROWS)  # the row is at least low and below high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if load_int64(first_unit + 8 * middle) <= unit:
+            low = middle
+        else:
+            high = middle
+    inside = unit - load_int64(first_unit + 8 * low)
+    attend(job, low, inside // kv_heads, inside % kv_heads, scratch)
 
 
 @njit(**NATIVE)
-def handler(frame, task):
-    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
-    if asks_for_metadata(frame):
-        return 0
+def job_bytes(frame):
+    """Bytes of a job with the first unit of each row."""
+    return JOB_BYTES + 8 * (dimension(frame, 3, 0) + 1)
+
+
+@njit(**NATIVE)
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
     rows = dimension(frame, 3, 0)
-    job = malloc(JOB_BYTES + 8 * (rows + 1))
-    if job == 0:
-        return out_of_memory(frame)
     for i in range(9):
         store_int64(job + OPTIONS + 8 * i, argument(frame, i))
     store_int64(job + OUT, result(frame, 0))
@@ -375,5 +360,7 @@ def handler(frame, task):
     used = np.int64(load_int32(starts + 4 * rows))
     line = heads * value_dim(job) * size_of(option(job, QUERY_KIND))
     fill_zeros(load_int64(job + OUT) + used * line, (tokens - used) * line)  # padding tokens
-    shared = keys * kv_heads * dim * 4 >= MIN_SHARED_BYTES
-    return run(frame, task, job, units, MOST_THREADS if shared else 1)
+    return units, keys * kv_heads * dim * 4 >= MIN_SHARED_BYTES
+
+
+task, handler = make_kernel(prepare, make_work(attend_unit), job_bytes, scratch_bytes)

@@ -3,36 +3,18 @@
 The first units of work round rows of x to 8 bits. Each of the others is a block of outputs, for all rows.
 """
 
+import numpy as np
 from numba import njit
 
 from pallas_kernels.native import integers, vectors
 from pallas_kernels.native.convert import narrow, round_up, size_of, widen
-from pallas_kernels.native.frame import (
-    ARGUMENTS,
-    DONE,
-    MOST_THREADS,
-    NATIVE,
-    NEXT,
-    SPINS,
-    UNITS,
-    argument,
-    asks_for_metadata,
-    dimension,
-    make_run,
-    make_task,
-    out_of_memory,
-    result,
-)
+from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work_in_two_passes, result, words
 from pallas_kernels.native.memory import (
-    fetch_add,
     fill_zeros,
     load_float32,
     load_int32,
     load_int64,
-    malloc,
-    pause,
     store_int64,
-    yield_processor,
 )
 from pallas_kernels.quantized_dot.cpu import OPTION_BITS, OPTION_KIND, OPTION_OUT_KIND, OPTION_OUTPUTS
 
@@ -44,8 +26,8 @@ ALIGNMENT = 64
 
 (
     X, CODES, SCALES, ZEROS, MINS, OUT, ROW_COUNT, INPUTS, NUM_OUTPUTS, GROUPS, KIND, OUT_KIND, BITS,
-    QUANTISED, ROW_SCALES, ROW_SUMS, LAST_FIELD,
-) = (ARGUMENTS + 8 * i for i in range(17))  # fmt: skip
+    QUANTISED, ROW_SCALES, ROW_SUMS, JOB_BYTES,
+) = words(16)  # fmt: skip
 
 
 @njit(**NATIVE)
@@ -120,7 +102,7 @@ def multiply_tile(
 
 
 @njit(**NATIVE)
-def multiply(job, tile, scratch):
+def multiply_one(job, tile, scratch):
     """Compute one tile of outputs, for all rows."""
     inputs, outputs, groups = load_int64(job + INPUTS), load_int64(job + NUM_OUTPUTS), load_int64(job + GROUPS)
     bits, out_kind = load_int64(job + BITS), load_int64(job + OUT_KIND)
@@ -135,48 +117,47 @@ def multiply(job, tile, scratch):
 
 
 @njit(**NATIVE)
-def work(job, scratch):
-    """Claim units and compute them until none is left."""
-    units, first = load_int64(job + UNITS), (load_int64(job + ROW_COUNT) + ROWS - 1) // ROWS
-    tiles = (load_int64(job + NUM_OUTPUTS) + OUTPUTS - 1) // OUTPUTS
-    unit = fetch_add(job + NEXT, 1)
-    while unit < min(first, units):
-        quantise(job, unit, scratch)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-    spins = 0
-    while unit < units and fetch_add(job + DONE, 0) < first:  # each of those units has been begun by a thread
-        spins += 1
-        pause()
-        if spins % SPINS == 0:
-            yield_processor(0)
-    while unit < units:
-        start = (unit - first) * TILES
-        for tile in range(start, min(start + TILES, tiles)):
-            multiply(job, tile, scratch)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-
-
-task = make_task(work, scratch_bytes)
-run = make_run(work, scratch_bytes)
+def row_units(job):
+    """Number of units that round rows of x."""
+    return (load_int64(job + ROW_COUNT) + ROWS - 1) // ROWS
 
 
 @njit(**NATIVE)
-def handler(frame, task):
-    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
-    if asks_for_metadata(frame):
-        return 0
+def multiply(job, unit, scratch):
+    """Compute one unit: up to TILES tiles of outputs, for all rows."""
+    tiles = (load_int64(job + NUM_OUTPUTS) + OUTPUTS - 1) // OUTPUTS
+    for tile in range(unit * TILES, min((unit + 1) * TILES, tiles)):
+        multiply_one(job, tile, scratch)
+
+
+@njit(inline="always", **NATIVE)
+def used_rows(frame):
+    """Number of rows that the call uses."""
+    return max(0, min(dimension(frame, 2, 0), np.int64(load_int32(argument(frame, 1)))))
+
+
+@njit(inline="always", **NATIVE)
+def parts_of(rows, groups):
+    """Offsets in a job of the scales, sums and codes of `rows` rows of x."""
+    scales = round_up(JOB_BYTES, ALIGNMENT)
+    sums = scales + round_up(4 * rows, ALIGNMENT)
+    return scales, sums, sums + round_up(4 * rows * groups, ALIGNMENT)
+
+
+@njit(**NATIVE)
+def job_bytes(frame):
+    """Bytes of a job with the rounded rows of x."""
+    rows = used_rows(frame)
+    return parts_of(rows, dimension(frame, 4, 1))[2] + rows * dimension(frame, 2, 1)
+
+
+@njit(**NATIVE)
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
     options = argument(frame, 0)
-    all_rows, inputs = dimension(frame, 2, 0), dimension(frame, 2, 1)
-    outputs = load_int32(options + 4 * OPTION_OUTPUTS)
-    rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
-    groups = dimension(frame, 4, 1)
-    start, scales_size = round_up(LAST_FIELD, ALIGNMENT), round_up(4 * rows, ALIGNMENT)
-    sums_size = round_up(4 * rows * groups, ALIGNMENT)
-    job = malloc(start + scales_size + sums_size + rows * inputs)
-    if job == 0:
-        return out_of_memory(frame)
+    all_rows, rows, inputs = dimension(frame, 2, 0), used_rows(frame), dimension(frame, 2, 1)
+    outputs, groups = load_int32(options + 4 * OPTION_OUTPUTS), dimension(frame, 4, 1)
+    scales, sums, codes = parts_of(rows, groups)
     out_kind = load_int32(options + 4 * OPTION_OUT_KIND)
     store_int64(job + X, argument(frame, 2))
     store_int64(job + CODES, argument(frame, 3))
@@ -191,10 +172,14 @@ def handler(frame, task):
     store_int64(job + KIND, load_int32(options + 4 * OPTION_KIND))
     store_int64(job + OUT_KIND, out_kind)
     store_int64(job + BITS, load_int32(options + 4 * OPTION_BITS))
-    store_int64(job + ROW_SCALES, job + start)
-    store_int64(job + ROW_SUMS, job + start + scales_size)
-    store_int64(job + QUANTISED, job + start + scales_size + sums_size)
+    store_int64(job + ROW_SCALES, job + scales)
+    store_int64(job + ROW_SUMS, job + sums)
+    store_int64(job + QUANTISED, job + codes)
     blocks = OUTPUTS * TILES
     units = (outputs + blocks - 1) // blocks + (rows + ROWS - 1) // ROWS if rows > 0 else 0
     fill_zeros(result(frame, 0) + rows * outputs * size_of(out_kind), (all_rows - rows) * outputs * size_of(out_kind))
-    return run(frame, task, job, units, MOST_THREADS if inputs * outputs >= MIN_SHARED_BYTES else 1)
+    return units, inputs * outputs >= MIN_SHARED_BYTES
+
+
+work = make_work_in_two_passes(row_units, quantise, multiply)
+task, handler = make_kernel(prepare, work, job_bytes, scratch_bytes)

@@ -13,32 +13,14 @@ from pallas_kernels.grouped_dot.cpu_kernel import (
     RUN_BYTES,
     clear_other_rows,
     list_runs,
+    used_blocks,
 )
 from pallas_kernels.native.convert import round_up, size_of
-from pallas_kernels.native.frame import (
-    ARGUMENTS,
-    DONE,
-    MOST_THREADS,
-    NATIVE,
-    NEXT,
-    SPINS,
-    UNITS,
-    argument,
-    asks_for_metadata,
-    dimension,
-    make_run,
-    make_task,
-    out_of_memory,
-    result,
-)
+from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work_in_two_passes, result, words
 from pallas_kernels.native.memory import (
-    fetch_add,
     load_int32,
     load_int64,
-    malloc,
-    pause,
     store_int64,
-    yield_processor,
 )
 from pallas_kernels.quantized_dot.cpu_kernel import (
     ALIGNMENT,
@@ -56,9 +38,9 @@ from pallas_kernels.quantized_grouped_dot.cpu import OPTION_BITS, OPTION_KIND, O
 
 (
     X, CODES, SCALES, ZEROS, MINS, OUT, USED_BLOCKS, BLOCK_ROWS, ROWS_OF_BLOCK, INPUTS, NUM_OUTPUTS, GROUPS, KIND, BITS,
-    QUANTISED, ROW_SCALES, ROW_SUMS, LAST_FIELD,
-) = (ARGUMENTS + 8 * i for i in range(18))  # fmt: skip
-JOB_BYTES = LAST_FIELD  # followed by the runs
+    QUANTISED, ROW_SCALES, ROW_SUMS, JOB_BYTES,
+) = words(17)  # fmt: skip
+# The runs follow, then the scales, sums and codes of the used blocks' rows.
 
 
 @njit(**NATIVE)
@@ -80,7 +62,7 @@ def quantise(job, block, scratch):
 
 
 @njit(**NATIVE)
-def multiply(job, place, tile, scratch):
+def multiply_one(job, place, tile, scratch):
     """Compute one tile of outputs for the rows of a run. place: address of the run."""
     inputs, outputs, groups = load_int64(job + INPUTS), load_int64(job + NUM_OUTPUTS), load_int64(job + GROUPS)
     bits, kind, first = load_int64(job + BITS), load_int64(job + KIND), load_int64(place + FIRST)
@@ -98,51 +80,46 @@ def multiply(job, place, tile, scratch):
 
 
 @njit(**NATIVE)
-def work(job, scratch):
-    """Claim units and compute them until none is left."""
-    units, first = load_int64(job + UNITS), load_int64(job + USED_BLOCKS)
-    tiles = (load_int64(job + NUM_OUTPUTS) + OUTPUTS - 1) // OUTPUTS
-    parts = (tiles + TILES - 1) // TILES
-    unit = fetch_add(job + NEXT, 1)
-    while unit < min(first, units):
-        quantise(job, unit, scratch)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-    spins = 0
-    while unit < units and fetch_add(job + DONE, 0) < first:  # each of those units has been begun by a thread
-        spins += 1
-        pause()
-        if spins % SPINS == 0:
-            yield_processor(0)
-    while unit < units:
-        place, start = job + JOB_BYTES + (unit - first) // parts * RUN_BYTES, (unit - first) % parts * TILES
-        for tile in range(start, min(start + TILES, tiles)):
-            multiply(job, place, tile, scratch)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-
-
-task = make_task(work, scratch_bytes)
-run = make_run(work, scratch_bytes)
+def block_units(job):
+    """Number of units that round blocks of x."""
+    return load_int64(job + USED_BLOCKS)
 
 
 @njit(**NATIVE)
-def handler(frame, task):
-    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
-    if asks_for_metadata(frame):
-        return 0
+def multiply(job, unit, scratch):
+    """Compute one unit: up to TILES tiles of outputs, for the rows of a run."""
+    tiles = (load_int64(job + NUM_OUTPUTS) + OUTPUTS - 1) // OUTPUTS
+    parts = (tiles + TILES - 1) // TILES
+    place, start = job + JOB_BYTES + unit // parts * RUN_BYTES, unit % parts * TILES
+    for tile in range(start, min(start + TILES, tiles)):
+        multiply_one(job, place, tile, scratch)
+
+
+@njit(inline="always", **NATIVE)
+def parts_of(used, rows, groups):
+    """Offsets in a job of the scales, sums and codes of `used` blocks of `rows` rows."""
+    scales = round_up(JOB_BYTES + RUN_BYTES * used, ALIGNMENT)
+    sums = scales + round_up(4 * used * rows, ALIGNMENT)
+    return scales, sums, sums + round_up(4 * used * rows * groups, ALIGNMENT)
+
+
+@njit(**NATIVE)
+def job_bytes(frame):
+    """Bytes of a job with its runs and the rounded rows of x."""
+    used, rows = used_blocks(frame), dimension(frame, 4, 1)
+    return parts_of(used, rows, dimension(frame, 6, 1))[2] + used * rows * dimension(frame, 4, 2)
+
+
+@njit(**NATIVE)
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
     options = argument(frame, 0)
     blocks, rows, inputs = dimension(frame, 4, 0), dimension(frame, 4, 1), dimension(frame, 4, 2)
     outputs, kind = load_int32(options + 4 * OPTION_OUTPUTS), load_int32(options + 4 * OPTION_KIND)
     bits, groups = load_int32(options + 4 * OPTION_BITS), dimension(frame, 6, 1)
     matrices = dimension(frame, 5, 0) // (outputs // BLOCK)
-    used = max(0, min(blocks, load_int32(argument(frame, 1))))
-    start = round_up(JOB_BYTES + RUN_BYTES * used, ALIGNMENT)
-    scales_size = round_up(4 * used * rows, ALIGNMENT)
-    sums_size = round_up(4 * used * rows * groups, ALIGNMENT)
-    job = malloc(start + scales_size + sums_size + used * rows * inputs)
-    if job == 0:
-        return out_of_memory(frame)
+    used = used_blocks(frame)
+    scales, sums, codes = parts_of(used, rows, groups)
     store_int64(job + X, argument(frame, 4))
     store_int64(job + CODES, argument(frame, 5))
     store_int64(job + SCALES, argument(frame, 6))
@@ -157,12 +134,15 @@ def handler(frame, task):
     store_int64(job + GROUPS, groups)
     store_int64(job + KIND, kind)
     store_int64(job + BITS, bits)
-    store_int64(job + ROW_SCALES, job + start)
-    store_int64(job + ROW_SUMS, job + start + scales_size)
-    store_int64(job + QUANTISED, job + start + scales_size + sums_size)
+    store_int64(job + ROW_SCALES, job + scales)
+    store_int64(job + ROW_SUMS, job + sums)
+    store_int64(job + QUANTISED, job + codes)
     runs = list_runs(job + JOB_BYTES, used, rows, argument(frame, 2), argument(frame, 3), matrices)
     clear_other_rows(job + JOB_BYTES, runs, blocks * rows, result(frame, 0), outputs * size_of(kind))
     parts = (outputs + OUTPUTS * TILES - 1) // (OUTPUTS * TILES)
     units = used + runs * parts if runs > 0 else 0
-    is_large = runs * inputs * outputs >= MIN_SHARED_BYTES
-    return run(frame, task, job, units, MOST_THREADS if is_large else 1)
+    return units, runs * inputs * outputs >= MIN_SHARED_BYTES
+
+
+work = make_work_in_two_passes(block_units, quantise, multiply)
+task, handler = make_kernel(prepare, work, job_bytes, scratch_bytes)

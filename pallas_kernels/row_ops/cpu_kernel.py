@@ -5,29 +5,13 @@ from numba import njit
 
 from pallas_kernels.native import row_functions, vectors
 from pallas_kernels.native.convert import size_of
-from pallas_kernels.native.frame import (
-    ARGUMENTS,
-    DONE,
-    MOST_THREADS,
-    NATIVE,
-    NEXT,
-    UNITS,
-    argument,
-    asks_for_metadata,
-    dimension,
-    make_run,
-    make_task,
-    out_of_memory,
-    result,
-)
+from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result, words
 from pallas_kernels.native.kinds import BFLOAT16
 from pallas_kernels.native.memory import (
-    fetch_add,
     fill_zeros,
     load_float32,
     load_int32,
     load_int64,
-    malloc,
     store_int64,
 )
 from pallas_kernels.row_ops.cpu import OPTION_EPS, OPTION_KIND, OPTION_OPERATION, RMS_NORM
@@ -36,17 +20,11 @@ LANES = vectors.LANES
 UNIT = 8  # rows
 MIN_SHARED_NUMBERS = 65_536  # of the input; below, one thread is faster
 
-OPTIONS, X, WEIGHT, OUT, ROWS, INPUTS, LAST_FIELD = (ARGUMENTS + 8 * i for i in range(7))
+OPTIONS, X, WEIGHT, OUT, ROWS, INPUTS, JOB_BYTES = words(6)
 
 
 @njit(**NATIVE)
-def scratch_bytes(job):
-    """Bytes of a thread's scratch: it is not used."""
-    return 64
-
-
-@njit(**NATIVE)
-def compute(job, row):
+def compute_row(job, row):
     """Compute one row."""
     options, inputs = load_int64(job + OPTIONS), load_int64(job + INPUTS)
     is_bfloat16 = load_int32(options + 4 * OPTION_KIND) == BFLOAT16
@@ -69,29 +47,15 @@ def compute(job, row):
 
 
 @njit(**NATIVE)
-def work(job, scratch):
-    """Claim units and compute them until none is left."""
-    units, rows = load_int64(job + UNITS), load_int64(job + ROWS)
-    unit = fetch_add(job + NEXT, 1)
-    while unit < units:
-        for row in range(unit * UNIT, min((unit + 1) * UNIT, rows)):
-            compute(job, row)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-
-
-task = make_task(work, scratch_bytes)
-run = make_run(work, scratch_bytes)
+def compute(job, unit, scratch):
+    """Compute one unit: up to UNIT rows."""
+    for row in range(unit * UNIT, min((unit + 1) * UNIT, load_int64(job + ROWS))):
+        compute_row(job, row)
 
 
 @njit(**NATIVE)
-def handler(frame, task):
-    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
-    if asks_for_metadata(frame):
-        return 0
-    job = malloc(LAST_FIELD)
-    if job == 0:
-        return out_of_memory(frame)
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
     options = argument(frame, 0)
     all_rows, inputs = dimension(frame, 2, 0), dimension(frame, 2, 1)
     rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
@@ -101,8 +65,10 @@ def handler(frame, task):
     store_int64(job + OUT, result(frame, 0))
     store_int64(job + ROWS, rows)
     store_int64(job + INPUTS, inputs)
-    units = (rows + UNIT - 1) // UNIT
     width = inputs if load_int32(options + 4 * OPTION_OPERATION) == RMS_NORM else inputs // 2
     line = width * size_of(load_int32(options + 4 * OPTION_KIND))
     fill_zeros(result(frame, 0) + rows * line, (all_rows - rows) * line)
-    return run(frame, task, job, units, MOST_THREADS if rows * inputs >= MIN_SHARED_NUMBERS else 1)
+    return (rows + UNIT - 1) // UNIT, rows * inputs >= MIN_SHARED_NUMBERS
+
+
+task, handler = make_kernel(prepare, make_work(compute), JOB_BYTES)

@@ -11,29 +11,13 @@ from numba import njit
 
 from pallas_kernels.native import vectors
 from pallas_kernels.native.convert import narrow, round_up, size_of, widen
-from pallas_kernels.native.frame import (
-    ARGUMENTS,
-    DONE,
-    MOST_THREADS,
-    NATIVE,
-    NEXT,
-    UNITS,
-    argument,
-    asks_for_metadata,
-    dimension,
-    make_run,
-    make_task,
-    out_of_memory,
-    result,
-)
+from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result, words
 from pallas_kernels.native.kinds import FLOAT32
 from pallas_kernels.native.memory import (
-    fetch_add,
     fill_zeros,
     load_float32,
     load_int32,
     load_int64,
-    malloc,
     store_float32,
     store_int64,
 )
@@ -46,8 +30,8 @@ MIN_SHARED_NUMBERS = 131_072  # below, one thread is faster
 # the job's words, in the order of the handler's arguments, then the results and sizes
 (
     OPTIONS, QKV, SLOTS, BIASES, COS, SIN, Q_NORM, K_NORM, PAGES_IN, Q, PAGES,
-    TOKENS, KV_HEADS, ROWS_A_HEAD, HEAD_DIM, HALF, NUM_SLOTS, BLOCK_SIZE, LAST_FIELD,
-) = (ARGUMENTS + 8 * i for i in range(19))  # fmt: skip
+    TOKENS, KV_HEADS, ROWS_A_HEAD, HEAD_DIM, HALF, NUM_SLOTS, BLOCK_SIZE, JOB_BYTES,
+) = words(18)  # fmt: skip
 
 
 @njit(inline="always", **NATIVE)
@@ -137,29 +121,15 @@ def write_token(job, token, scratch):
 
 
 @njit(**NATIVE)
-def work(job, scratch):
-    """Claim units and compute them until none is left."""
-    units, tokens = load_int64(job + UNITS), load_int64(job + TOKENS)
-    unit = fetch_add(job + NEXT, 1)
-    while unit < units:
-        for token in range(unit * UNIT, min((unit + 1) * UNIT, tokens)):
-            write_token(job, token, scratch)
-        fetch_add(job + DONE, 1)
-        unit = fetch_add(job + NEXT, 1)
-
-
-task = make_task(work, scratch_bytes)
-run = make_run(work, scratch_bytes)
+def write_tokens(job, unit, scratch):
+    """Compute one unit: up to UNIT tokens."""
+    for token in range(unit * UNIT, min((unit + 1) * UNIT, load_int64(job + TOKENS))):
+        write_token(job, token, scratch)
 
 
 @njit(**NATIVE)
-def handler(frame, task):
-    """The function that XLA calls. task: address of the C function `task`, for helper threads."""
-    if asks_for_metadata(frame):
-        return 0
-    job = malloc(LAST_FIELD)
-    if job == 0:
-        return out_of_memory(frame)
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
     for i in range(9):
         store_int64(job + OPTIONS + 8 * i, argument(frame, i))
     store_int64(job + Q, result(frame, 0))
@@ -174,5 +144,7 @@ def handler(frame, task):
     store_int64(job + HALF, dimension(frame, 4, 1))
     store_int64(job + NUM_SLOTS, dimension(frame, 8, 0) * dimension(frame, 8, 3))
     store_int64(job + BLOCK_SIZE, dimension(frame, 8, 3))
-    units = (tokens + UNIT - 1) // UNIT
-    return run(frame, task, job, units, MOST_THREADS if tokens * heads * lanes * dim >= MIN_SHARED_NUMBERS else 1)
+    return (tokens + UNIT - 1) // UNIT, tokens * heads * lanes * dim >= MIN_SHARED_NUMBERS
+
+
+task, handler = make_kernel(prepare, make_work(write_tokens), JOB_BYTES, scratch_bytes)
