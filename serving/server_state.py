@@ -24,7 +24,7 @@ class Server:
     # Chat template, and formats of tool calls and reasoning.
     chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-    tokenising: TokeniserThreads = dataclasses.field(default_factory=TokeniserThreads)  # for texts that no engine reads
+    tokenising: TokeniserThreads = dataclasses.field(default_factory=TokeniserThreads)  # texts that no engine encodes
 
     def model_name(self, asked: str | None) -> str:
         """Return the model name for the answer. Raises APIError 404 for a name that is not served."""

@@ -25,7 +25,7 @@ from jpaged.serving.schemas.answers import (
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """One answer that is read. inputs: of its calls of custom tools, by index. raw: its call has begun."""
+    """Parser state of one answer. inputs: of custom tool calls, by index. raw: the `ChatTools.raw` call has begun."""
 
     parser: AnswerParser
     inputs: dict[int, CustomInput] = dataclasses.field(default_factory=dict)
@@ -35,7 +35,7 @@ class _State:
 class ChatAnswers:
     """The answers of one request, with a parser for each.
 
-    tools:     how calls are shown.
+    tools:     the request's tools, which decide the format of calls.
     reasoning: return the reasoning. False drops it.
     before:    text before every answer's content, with `echo`.
     """
@@ -98,7 +98,7 @@ class ChatAnswers:
         return made
 
     def finish_reason(self, choice: int, reason: str | None) -> str | None:
-        """Return 'tool_calls' for an answer that stopped after a complete tool call, else the engine's reason."""
+        """Return 'tool_calls' or 'function_call' after a complete call that the request did not name, else `reason`."""
         called = choice in self._states and (self._tools.raw is not None or self._states[choice].parser.called)
         if reason != "stop" or not called or self._tools.named:
             return reason
@@ -113,10 +113,7 @@ class ChatAnswers:
         )
 
     def _call_delta(self, state: _State, call: parsed.ToolCallDelta) -> ToolCallDelta | None:
-        """Return the delta of a call; None if its input has nothing new.
-
-        OpenAI's types of stream events know functions only. So the delta of a custom tool has no type.
-        """
+        """Return the delta of a call; None if its input has nothing new."""
         if call.name in self._tools.custom:
             state.inputs[call.index] = CustomInput()
         reader = state.inputs.get(call.index)
@@ -127,10 +124,11 @@ class ChatAnswers:
         new = reader.feed(call.arguments)
         if not (call.id or new):
             return None
+        # The delta of a custom tool has no type: OpenAI's stream events have only functions.
         return ToolCallDelta(index=call.index, id=call.id or UNSET, custom=CustomCallDelta(call.name or UNSET, new))
 
     def _rests(self, state: _State) -> list[ToolCallDelta]:
-        """Return what the inputs of custom tools still hold back at an answer's end."""
+        """Return the last deltas of custom tools' inputs, at the end of an answer."""
         rests = [(index, reader.finish()) for index, reader in state.inputs.items()]
         return [ToolCallDelta(index=index, custom=CustomCallDelta(input=rest)) for index, rest in rests if rest]
 

@@ -35,10 +35,7 @@ class ChatRun:
     async def updates(
         self, request_id: str, progress: Progress, *, on_admitted: Callable[[], None] | None = None
     ) -> AsyncGenerator[Update, None]:
-        """Run the request, and keep `progress` current. Closing the generator aborts the request.
-
-        on_admitted: called when the engine's queue has accepted the request.
-        """
+        """Run the request, updating `progress`. Closing the generator aborts it. on_admitted: called when queued."""
         prompts = salted([self.turn.prompt], self.chat.cache_salt)
         outputs = outputs_of(
             self.server.engine, prompts, self.params, request_id, priority=self.chat.priority or 0,
@@ -66,7 +63,7 @@ def _prepared(server: Server, chat: ChatRequest, logprobs: int | None, *, drop_o
     if most is None and defaults.max_tokens != SamplingParams().max_tokens:
         most = defaults.max_tokens
     params = generation.sampling_params(chat, defaults, max_tokens=most, logprobs=logprobs)
-    if logprobs is not None:  # the parts of an answer get their tokens' log-probabilities as they are generated
+    if logprobs is not None:  # each part of an answer is sent with its tokens' log-probabilities
         params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
     tools = tools_of(chat)
     if not drop_oldest:
@@ -87,7 +84,7 @@ def _prepared(server: Server, chat: ChatRequest, logprobs: int | None, *, drop_o
 
 
 def _longest(messages: list[ChatMessage], attempt: Callable[[list[ChatMessage]], ChatTurn]) -> ChatTurn:
-    """Return the turn with the most messages that `attempt` accepts. Instructions at the beginning always stay."""
+    """Return the turn with the most messages that `attempt` accepts. System messages at the beginning always stay."""
     head = 0
     while head < len(messages) and messages[head].role in ("system", "developer"):
         head += 1
@@ -99,7 +96,7 @@ def _longest(messages: list[ChatMessage], attempt: Callable[[list[ChatMessage]],
         if error.parameter != "messages" or len(cuts) < 2:
             raise
     best = attempt(messages[:head] + messages[cuts[-1] :])
-    low, high = 1, len(cuts) - 1  # the cut `high` fits
+    low, high = 1, len(cuts) - 1  # `cuts[high]` fits
     while low < high:
         middle = (low + high) // 2
         try:

@@ -1,7 +1,7 @@
 """The tools of a chat request: functions, custom tools, OpenAI's older `functions`, and which of them may be called.
 
-The model sees a custom tool as a function with one text parameter, `input`. A forced call of a custom tool with a
-grammar is the input alone: the whole answer follows the grammar.
+The model sees a custom tool as a function with one text parameter, `input`. If a call of a custom
+tool with a grammar is forced, the whole answer is its input and follows the grammar.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ EXAMPLE = '{"type": "custom", "custom": {"name": "f"}}'
 class ChatTools:
     """The tools that a request offers.
 
-    choice:  the choice among them.
+    choice:  which of them the model may or must call.
     custom:  names of custom tools.
     legacy:  the request uses `functions`, so answers have `function_call`.
     named:   the request names the tool to call. As in OpenAI's API, the answer then ends with 'stop'.
@@ -40,7 +40,7 @@ class ChatTools:
     grammar: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def of_turn(self, turn: ChatTurn) -> ChatTurn:
-        """Return a turn whose answers are read as this request needs."""
+        """Return `turn`. With `raw`, its reader parses no calls, and its grammar is `grammar`."""
         if self.raw is None:
             return turn
         plain = AnswerReader(reasoning=turn.reader.reasoning)
@@ -49,7 +49,7 @@ class ChatTools:
 
 def tools_of(body: ChatRequest) -> ChatTools:
     """Return the tools of a request. Raises RequestError that names the field."""
-    if body.functions or isinstance(body.function_call, NamedFunction):  # without functions, none and auto ask nothing
+    if body.functions or isinstance(body.function_call, NamedFunction):  # else the fields have no effect
         return _legacy(body)
     definitions: list[Any] = []
     grammars: dict[str, Mapping[str, Any]] = {}  # by the name of a custom tool; empty: any text
@@ -160,7 +160,7 @@ def _format(where: str, given: Any) -> Mapping[str, Any]:
 
 
 def _legacy(body: ChatRequest) -> ChatTools:
-    """Return the tools of a request in the format before `tools`: one call at most."""
+    """Return the tools of a request with `functions`, the format before `tools`. An answer has at most one call."""
     for new, old in (("tools", "functions"), ("tool_choice", "function_call")):
         if getattr(body, new) and getattr(body, new) != "none":
             raise RequestError(old, getattr(body, old), f"{new} replaces it: send one of them")

@@ -26,7 +26,7 @@ MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "reasoning", "reaso
 def turn_of(server: Server, body: ChatRequest, tools: ChatTools, params: SamplingParams | None) -> ChatTurn:
     """Render the request's conversation. Raises RequestError that names the field.
 
-    params: say how many tokens of the prompt are kept. None: all, even if the model does not take as many.
+    params: limit the prompt's tokens, as in `TokenLimit.of_prompt`. None: no limit.
     """
     tokenizer = server.engine.get_tokenizer()
     if body.add_special_tokens and tokenizer is not None and len(tokenizer.encode("")):
@@ -67,10 +67,7 @@ def rendered(
     add_generation_prompt: bool,
     limit: TokenLimit | None = None,
 ) -> list[int]:
-    """Render the conversation of a request that does not generate. Returns token ids. Raises RequestError.
-
-    add_generation_prompt: the value if the request has none.
-    """
+    """Render a conversation to token ids. add_generation_prompt: default of the body's field. Raises RequestError."""
     asked = body.add_generation_prompt
     tokenizer = server.engine.get_tokenizer()
     if body.add_special_tokens and tokenizer is not None and len(tokenizer.encode("")):
@@ -88,7 +85,7 @@ def rendered(
 
 
 def echoed_text(body: ChatRequest) -> str:
-    """Return the text before the content of every answer: with `echo`, that of a last message of the assistant."""
+    """Return the text before every answer: with `echo`, the last message if it is the assistant's, else none."""
     last = body.messages[-1] if body.messages else None
     if not body.echo or last is None or last.role != "assistant" or last.content is None:
         return ""
@@ -98,7 +95,7 @@ def echoed_text(body: ChatRequest) -> str:
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as chat templates read them. Calls in older formats become calls of functions."""
+    """Return messages as chat templates read them. Calls in all formats become function calls."""
     made, last_call = [], "call_0"
     for i, message in enumerate(messages):
         given = {name: getattr(message, name) for name in MESSAGE_FIELDS}
@@ -117,7 +114,7 @@ def messages_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _call(where: str, call: MessageToolCall) -> dict[str, Any]:
-    """Return a call as a call of a function. A custom tool is a function of its input."""
+    """Return a call as a function call. A custom tool becomes a function with the parameter `input`."""
     kind = call.type or ("function" if call.custom is None else "custom")
     if call.custom is None if kind == "custom" else call.function is None:
         raise RequestError(f"{where}.{kind}", None, f"is missing: the call has the type {kind}")
@@ -152,9 +149,9 @@ def _template_kwargs(server: Server, tokenizer: Any, body: ChatRequest, has_tool
 
 
 def _checked_kwargs(server: Server, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the request's template variables. A name that no template reads does no harm: `chat_prompt` drops it.
+    """Return the request's template variables. Raises RequestError for a forbidden variable, or a long value.
 
-    Raises RequestError for a variable that requests may not set, and for a long value.
+    `chat_prompt` drops names that no template reads.
     """
     given, read = dict(kwargs or {}), frozenset[str]()
     if given:

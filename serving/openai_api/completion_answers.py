@@ -1,4 +1,4 @@
-"""Makes the choices of a completion: the answer, and what the request wants of its prompt."""
+"""Makes the choices of a completion: the answer, and its prompt if the request asks for it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jpaged.serving.web.json_pieces import Pieces, plain_pieces
 
 
 class CompletionAnswers:
-    """The answers of one request. What they share of a prompt is converted once."""
+    """The answers of one request. Each prompt is converted once for all its answers."""
 
     def __init__(self, body: CompletionRequest, prompts: list[Prompt], tokenizer: Any, *, skip_special_tokens: bool):
         """prompts: as sent, before special tokens or a suffix were added."""
@@ -30,7 +30,7 @@ class CompletionAnswers:
         self._prompt_logprobs: dict[int, Pieces] = {}
 
     async def first(self, new: Update, prompt: int, final: RequestOutput) -> CompletionChoice:
-        """Return the choice of the first stream event of an answer. It has what the request wants of its prompt."""
+        """Return the choice of an answer's first stream event, with the parts of its prompt that were asked for."""
         if not self._body.echo:
             choice = self.part(new, prompt)
         else:
@@ -89,7 +89,7 @@ class CompletionAnswers:
     async def _joined_logprobs(
         self, prompt: int, token_ids: list[int], logprobs: Sequence[Entries], offsets: list[int]
     ) -> CompletionLogprobs | None:
-        """Return the log-probabilities of an echoed prompt and of tokens after it. offsets: one per later token."""
+        """Return the log-probabilities of an echoed prompt and of tokens after it. offsets: of the later tokens."""
         echoed = self._echoed.get(prompt)
         if echoed is not None and echoed.logprobs is not None:
             token_ids = echoed.token_ids + token_ids
@@ -103,10 +103,7 @@ class CompletionAnswers:
         )  # fmt: skip
 
     def _offsets(self, num_tokens: int, offsets: list[int] | None, length: int, prompt: int) -> list[int]:
-        """Return the number of characters before each token of an answer; an echoed prompt counts.
-
-        offsets: of the tokens in the answer. length: characters of the answer so far.
-        """
+        """Return text offsets in characters, with an echoed prompt. offsets: in the answer. length: of the answer."""
         before = len(self._echoed[prompt].text) if prompt in self._echoed else 0
         if offsets is None:  # a model without a tokenizer has no text
             return [before] * num_tokens

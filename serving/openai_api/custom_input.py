@@ -11,7 +11,7 @@ _HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # its other half fol
 
 
 class CustomInput:
-    """The input of one call. Arguments in another form are the input as they are."""
+    """Streaming reader of one call's input. Arguments in another form are returned unchanged."""
 
     def __init__(self) -> None:
         self._waiting = ""
@@ -20,7 +20,7 @@ class CustomInput:
         self._other = False
 
     def feed(self, arguments: str) -> str:
-        """Append a piece of the arguments. Returns the input that is certain now."""
+        """Append a piece of the arguments. Returns the new part of the input, without an incomplete escape."""
         if self._ended:
             return ""
         if self._other:

@@ -13,15 +13,16 @@ from jpaged.serving.openai_api.generation import Outputs
 from jpaged.serving.openai_api.logprob_shapes import prompt_logprob
 from jpaged.serving.web.json_pieces import Pieces, list_pieces
 
-Entries = dict[int, Logprob] | None  # at one position of a prompt; None at its first
+Entries = dict[int, Logprob] | None  # log-probabilities of one prompt position, by token id; None at the first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EchoedPrompt:
     """A prompt as an answer shows it.
 
-    logprobs: one entry per token. The first has the token's text only; None without log-probabilities.
-    offsets:  number of characters of `text` before each token; empty without log-probabilities.
+    logprobs:   one entry per token, None for the first. None without log-probabilities.
+    offsets:    number of characters of `text` before each token; empty without log-probabilities.
+    first_text: text of the first token, which has no entry; empty without log-probabilities.
     """
 
     text: str
@@ -34,11 +35,8 @@ class EchoedPrompt:
 async def echoed_prompt(
     tokenizer: Any, final: RequestOutput, text: str | None, *, skip_special_tokens: bool
 ) -> EchoedPrompt:
-    """Return a prompt for its answers. text: the prompt as sent; None: the text of its tokens.
-
-    Decoding runs in a thread: a prompt may have a million tokens. A model without a tokenizer has no text.
-    """
-    return await run_in_threadpool(_echoed, tokenizer, final, text, skip_special_tokens)
+    """Return a prompt for its answers. text: the prompt as sent; None: decode its tokens, if there is a tokenizer."""
+    return await run_in_threadpool(_echoed, tokenizer, final, text, skip_special_tokens)  # may be a million tokens
 
 
 def _echoed(tokenizer: Any, final: RequestOutput, text: str | None, skip_special_tokens: bool) -> EchoedPrompt:
@@ -56,10 +54,9 @@ def _echoed(tokenizer: Any, final: RequestOutput, text: str | None, skip_special
 def _offsets(
     token_ids: list[int], logprobs: Sequence[Entries], first_text: str, hidden: frozenset[int], text: str
 ) -> list[int]:
-    """Return the number of characters of a prompt's text before each token.
+    """Return the number of characters of a prompt's text before each token. hidden: tokens that are not in the text.
 
-    hidden: tokens that are not in the text. A token that begins inside a character has that character's offset, if the
-    tokenizer shows its bytes.
+    A token that begins inside a character has that character's offset, if the tokenizer shows its bytes.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     offsets, total, dropped = [], 0, 0

@@ -1,4 +1,4 @@
-"""Code of both generating routes: sampling parameters, and updates of streams."""
+"""Shared by the generating routes: sampling parameters, stream updates and usage."""
 
 import bisect
 import dataclasses
@@ -33,25 +33,22 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (index of the promp
 FAILED = "the answer could not be processed; see the server's log"
 ABORTED = "the request was aborted: the server is stopping or was paused"
 FINGERPRINT = f"jpaged-{__version__}"
-TIER = "default"  # there is one tier: a request that names another gets this one, and its answer says so
+TIER = "default"  # the only tier: requests for any tier get it, and their answers name it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Head:
-    """Fields that every object of one answer has."""
+    """Fields of a response, or of every event of its stream."""
 
     id: str
     created: int
     model: str
-    request_id: str  # in the engine: clients may send the same id twice
+    request_id: str  # unique, for the engine: clients may send one id twice
     service_tier: str | UnsetType = UNSET
 
     @classmethod
     def new(cls, prefix: str, model: str, asked: str | None = None, *, tier: str | None = None) -> "Head":
-        """Make a head. tier: the request's service_tier.
-
-        asked: the id that the body gives; None: that of the header X-Request-Id, or a new one.
-        """
+        """Make a head. asked: the body's id; None: the header X-Request-Id, or a new id. tier: body's service_tier."""
         request_id, context = engine_request_id(prefix), current.get()
         if asked is None and context is not None:
             asked = context.request_id
@@ -59,7 +56,7 @@ class Head:
         return cls(answer_id, int(time.time()), model, request_id, UNSET if tier is None else TIER)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields as keyword arguments of a response struct that generates."""
+        """Return the fields as keyword arguments of a completion or a chat completion."""
         return {
             "id": self.id,
             "created": self.created,
@@ -75,7 +72,7 @@ class Update:
 
     choice: int             # index of the answer in the response
     text: str               # new text; empty while a character is incomplete or a stop string may follow
-    num_characters: int     # of the answer, this text included
+    num_characters: int     # of the answer so far, with this text
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None   # one entry per token
     text_offsets: list[int] | None              # as in CompletionOutput, one per token
@@ -84,11 +81,7 @@ class Update:
 
 
 class Progress:
-    """A streamed request so far. `updates` keeps it current.
-
-    last:       the last output of each prompt.
-    num_tokens: tokens of all answers.
-    """
+    """A streamed request so far, from `updates`. last: each prompt's last output. num_tokens: of all answers."""
 
     def __init__(self) -> None:
         self.last: dict[int, RequestOutput] = {}
@@ -109,7 +102,7 @@ def sampling_params(
     if (structured := structured_outputs(request)) is not None:
         given["structured_outputs"] = structured
     if request.use_beam_search:
-        # A beam search has no repetition penalty. The model's default must not refuse it: the client did not send it.
+        # A beam search takes no repetition penalty. Without this line, a model's default would cause an error.
         given.setdefault("repetition_penalty", 1.0)
     if request.logprob_token_ids:
         if logprobs is None:
@@ -170,10 +163,7 @@ class StreamFields:
 
 @contextmanager
 def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
-    """Context manager that renames the parameter of a RequestError to the name that the request used.
-
-    names: from the engine's names to the request's names. A part of a renamed parameter is renamed as well.
-    """
+    """Context manager that renames a RequestError's parameter, or its known prefix. names: engine's name -> body's."""
     try:
         yield
     except RequestError as error:
@@ -185,7 +175,7 @@ def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
 
 
 async def updates(outputs: Outputs, n: int, progress: Progress) -> AsyncGenerator[Update, None]:
-    """Convert the outputs of a stream, which have what is new, to updates."""
+    """Convert the outputs of a stream, which are deltas, to updates. Updates `progress`."""
     lengths: dict[int, int] = {}  # choice -> characters so far
     held: dict[int, _Tokens] = {}  # choice -> tokens that are not sent yet
     async with aclosing(outputs):
@@ -215,10 +205,10 @@ class _Tokens(NamedTuple):
     offsets: list[int]
 
     def sendable(self, new: "_Tokens", length: int, *, end: bool) -> "tuple[_Tokens, _Tokens]":
-        """Add new tokens. Returns those that begin in the text so far, and the others. end: the answer is complete.
+        """Append `new`. Returns the tokens that begin at or before `length`, and the rest. end: return all.
 
-        Text that may be the beginning of a stop string is held back, and the log-probabilities of its tokens as well.
-        They are sent at the answer's end, even if the stop string is cut off: an answer without a stream has them too.
+        Text that may begin a stop string is held back, with its tokens' log-probabilities. At the end these are sent
+        even if the stop string is cut off, because an answer without a stream has them too.
         """
         ids, logprobs, offsets = self.ids + new.ids, self.logprobs + new.logprobs, self.offsets + new.offsets
         count = len(ids) if end else bisect.bisect_right(offsets, length)

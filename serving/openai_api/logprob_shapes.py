@@ -30,7 +30,7 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     r"""Convert to the format of /v1/completions. text_offsets: number of characters of the answer before each token.
 
-    A token that is only a part of a character is shown as `bytes:\xe2\x80`, as in OpenAI's API: a unique text.
+    A token that is only a part of a character is shown as `bytes:\xe2\x80`, as in OpenAI's API. So texts stay unique.
 
     as_ids:     show every token as `token_id:5`.
     first_text: text of a token without log-probabilities, the first one of a prompt.

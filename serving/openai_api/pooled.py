@@ -1,4 +1,4 @@
-"""Code of all routes for pooling models: prompts of a request, and the engine's results."""
+"""Shared by the routes of pooling models: a request's prompts, and the engine's results."""
 
 from contextlib import aclosing
 from http import HTTPStatus
@@ -48,7 +48,7 @@ async def input_prompts(server: Server, body: PooledInput) -> list[Prompt]:
 
 
 def prompt_limit(server: Server, body: PoolingFields) -> TokenLimit:
-    """Return how many tokens of a prompt the engine needs."""
+    """Return the number of a prompt's tokens that the engine needs."""
     params = SamplingParams(
         max_tokens=1, truncate_prompt_tokens=body.truncate_prompt_tokens, truncation_side=body.truncation_side
     )
@@ -56,14 +56,14 @@ def prompt_limit(server: Server, body: PoolingFields) -> TokenLimit:
 
 
 def pooling_params(body: PoolingFields, **fields: Any) -> PoolingParams:
-    """Return the parameters of a request. fields: those of its route."""
+    """Return the parameters of a request. fields: further parameters, from its route."""
     return PoolingParams(
         truncate_prompt_tokens=body.truncate_prompt_tokens, truncation_side=body.truncation_side, **fields
     )
 
 
 def pooled_model(server: Server) -> PooledModel:
-    """Return what the engine pools. Raises RequestError for an engine that generates."""
+    """Return the engine's pooling model. Raises RequestError for an engine that generates."""
     model = server.engine.pooling
     if model is None:
         accepted = "the engine generates: to embed, classify or score, start with --runner pooling"

@@ -35,7 +35,7 @@ def prompt_list(prompt: str | list[str | int | list[int]], most: int = MAX_PROMP
 async def completion_prompts(
     server: Server, body: CompletionRequest, params: SamplingParams, prompts: list[Prompt]
 ) -> list[Prompt]:
-    """Return the engine's prompts for those of a completion request. Raises RequestError that names the field."""
+    """Convert the prompts of a completion request to the engine's prompts. Raises RequestError that names the field."""
     if body.suffix:
         tokenizer = server.engine.get_tokenizer()
         if body.echo:
@@ -48,11 +48,7 @@ async def completion_prompts(
 
 
 async def without_special_tokens(server: Server, prompts: Sequence[Prompt], limit: TokenLimit) -> list[Prompt]:
-    """Tokenise the texts among some prompts, without the tokens that the tokenizer adds to every text.
-
-    limit: tokens of a prompt that the engine needs. Raises RequestError.
-    """
-
+    """Tokenise text prompts without the tokens that the tokenizer adds. limit: of one prompt. Raises RequestError."""
     tokenizer = server.engine.get_tokenizer()
 
     def work(cancelled: Callable[[], bool]) -> list[Prompt]:
@@ -69,7 +65,7 @@ async def without_special_tokens(server: Server, prompts: Sequence[Prompt], limi
 def plain_ids(
     tokenizer: Any, name: str, text: str, limit: TokenLimit | None, cancelled: Callable[[], bool] = lambda: False
 ) -> list[int]:
-    """Tokenise a text without special tokens. name: the parameter that errors name."""
+    """Tokenise a text without special tokens. name: of the parameter, for errors."""
     if tokenizer is None:
         accepted = "the model has no tokenizer: send token ids, or start with the option tokenizer"
         raise RequestError(name, text, accepted)

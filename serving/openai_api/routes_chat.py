@@ -81,7 +81,7 @@ async def batch_chat_completions(request: Request) -> Response:
 
 
 async def answer_chat(request: Request, body: ChatRequest) -> Response:
-    """Answer a request whose body was read."""
+    """Answer a parsed chat request."""
     server: Server = request.app.state.server
     with generation.named_as_sent(_names(body)):
         return await _answer(request, server, body)
@@ -91,7 +91,7 @@ def _names(body: ChatFields) -> dict[str, str]:
     """Map the engine's parameter names to the names that this request used."""
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
     if body.tools:
-        names["structured_outputs.grammar"] = "tools"  # the grammar of a forced call is made of the tools
+        names["structured_outputs.grammar"] = "tools"  # the grammar of a forced call is built from the tools
         names["structured_outputs.regex"] = "tools"
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -126,7 +126,7 @@ def _params(server: Server, body: ChatFields) -> SamplingParams:
 
 
 def _has_max_tokens(body: ChatFields) -> bool:
-    """Return True if the request sets the limit: clients expect an error if it does not fit, as from OpenAI."""
+    """Return True if the request sets a limit. As in OpenAI's API, one that does not fit is an error."""
     return body.max_tokens is not None or body.max_completion_tokens is not None
 
 
@@ -167,7 +167,7 @@ async def _whole(server: Server, body: ChatRequest, outputs: Outputs, answers: C
 
 
 async def _choice(body: ChatFields, answers: ChatAnswers, output: CompletionOutput, *, index: int) -> ChatChoice:
-    """Return a complete answer. index: its place among the choices."""
+    """Return a complete answer. index: of the choice."""
     choice = ChatChoice(
         index=index,
         message=answers.message(output.index, output.text),
@@ -187,7 +187,7 @@ async def _choice(body: ChatFields, answers: ChatAnswers, output: CompletionOutp
 async def _add_prompt(
     answer: AnyChatCompletion, server: Server, body: ChatRequest, final: RequestOutput
 ) -> None:
-    """Add what the request wants of its prompt."""
+    """Add the prompt's token ids and text, if the request asks for them."""
     if body.return_token_ids:
         answer.prompt_token_ids = cast(Any, await plain_pieces(final.prompt_token_ids))
     if body.return_prompt_text:
@@ -248,10 +248,7 @@ def _top_logprobs(body: ChatFields) -> int | None:
 
 
 def _max_tokens(body: ChatFields, defaults: SamplingParams) -> int | None:
-    """Return the maximum number of tokens of the answer; None: until max_model_len is reached.
-
-    The default is generation_config.json's value, if it has one.
-    """
+    """Return the answer's token limit, by default generation_config.json's. None: until max_model_len is reached."""
     if body.max_completion_tokens is not None:
         return body.max_completion_tokens
     if body.max_tokens is not None:

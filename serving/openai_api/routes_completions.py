@@ -28,7 +28,7 @@ from jpaged.serving.web.json_pieces import JSONPieces, plain_pieces
 from jpaged.serving.web.sse import open_stream
 
 TOKENS_FIELDS = frozenset(SAMPLING_FIELDS) | {"max_tokens", "logprobs", "structured_outputs"}
-# From the names of a completion to those of /inference/v1/generate. The first match applies.
+# Parameter names of a completion -> names of /inference/v1/generate. The first match applies.
 TOKENS_NAMES = (
     (r"^prompt(_token_ids)?$", "token_ids"), (r"^(?!(?:priority|cache_salt|stream)$)", "sampling_params."),
 )  # fmt: skip
@@ -40,7 +40,7 @@ async def completions(request: Request) -> Response:
 
 
 async def answer_completion(request: Request, body: CompletionRequest) -> Response:
-    """Answer a request whose body was read."""
+    """Answer a parsed completion request."""
     server: Server = request.app.state.server
     names = {"prompt_token_ids": "prompt"} | names_as_sent(body)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
@@ -187,7 +187,7 @@ async def _token_events(
 
 
 def _num_shown(params: SamplingParams) -> int:
-    """Return the number of most likely tokens that an answer shows. With ids that the request names: all entries."""
+    """Return the number of log-probabilities per token. With logprob_token_ids: those ids, and the token's own."""
     if params.logprob_token_ids:
         return len(params.logprob_token_ids) + 1
     return MAX_ALLOWED_IDS if params.logprobs == -1 else params.logprobs or 0

@@ -36,7 +36,7 @@ from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.json_pieces import JSONPieces, Pieces, list_pieces
 
 AT_ONCE = 2  # vectors encoded between two turns of the event loop; one of 8,192 numbers takes 1 ms
-NUMBERS = AT_ONCE * 8_192  # of the vectors of tokens, the same
+NUMBERS = AT_ONCE * 8_192  # of token vectors encoded between two turns
 
 
 async def embeddings(request: Request) -> Response:
@@ -45,7 +45,7 @@ async def embeddings(request: Request) -> Response:
 
 
 async def answer_embedding(request: Request, body: EmbeddingRequest) -> Response:
-    """Answer a request for embeddings whose body was read."""
+    """Answer a parsed request for embeddings."""
     encode, scaled = _encoder(body), _use_activation(body)
     with generation.named_as_sent(pooled.NAMES):
         params = pooled.pooling_params(body, dimensions=body.dimensions, normalize=scaled, task="embed")
@@ -64,7 +64,7 @@ async def pooling(request: Request) -> Response:
 
 
 async def answer_pooling(request: Request, body: PoolingRequest) -> Response:
-    """Answer a request for vectors whose body was read."""
+    """Answer a parsed pooling request."""
     server: Server = request.app.state.server
     task, encode = body.task or pooled.pooled_model(server).task, _encoder(body)
     activated = _use_activation(body)
@@ -91,7 +91,7 @@ async def answer_pooling(request: Request, body: PoolingRequest) -> Response:
 
 
 def _use_activation(body: EncodedInput) -> bool:
-    """Return whether vectors are scaled to length 1, or scores become probabilities. Raises RequestError."""
+    """Return True to scale vectors to length 1, or to turn scores into probabilities. Raises RequestError."""
     if body.normalize is not None and body.use_activation not in (None, body.normalize):
         raise RequestError("normalize", body.normalize, "is another name of use_activation: send one of them")
     return body.use_activation is not False and body.normalize is not False
@@ -103,7 +103,7 @@ async def classify(request: Request) -> Response:
 
 
 async def answer_classify(request: Request, body: ClassifyRequest) -> Response:
-    """Answer a request for classes whose body was read."""
+    """Answer a parsed request for classes."""
     server: Server = request.app.state.server
     labels = pooled.pooled_model(server).labels
     params = pooled.pooling_params(body, activation=body.use_activation is not False, task="classify")
@@ -152,7 +152,7 @@ def _values(final: PoolingRequestOutput[Any]) -> list[float]:
 
 async def _encoded(vectors: np.ndarray, body: EncodedInput) -> Pieces:
     """Encode float32[tokens, size], some vectors at a time: as lists of numbers, or as base64 of all their bytes."""
-    at_once = 3 * max(1, NUMBERS // vectors.shape[1] // 3)  # by three: base64 of whole groups of bytes has no padding
+    at_once = 3 * max(1, NUMBERS // vectors.shape[1] // 3)  # a multiple of 3 vectors: its base64 has no padding
     if body.encoding_format != "base64":
         return await list_pieces(cast(Any, vectors), lambda some, _: cast(Any, some).tolist(), at_once)
     encode, parts = _encoder(body), []
@@ -172,7 +172,7 @@ def _encoder(body: EncodedInput) -> Callable[[Any], Any]:
         return lambda values: values
     dtype = body.embed_dtype or "float32"
     swapped = body.endianness == ("big" if sys.byteorder == "little" else "little")
-    # OpenAI's clients read little-endian numbers. That is also this machine's order, unless the request says otherwise.
+    # The default is little-endian, which OpenAI's clients read. `native` is this machine's byte order.
     swapped = swapped or (body.endianness is None and sys.byteorder == "big")
 
     def encode(values: Any) -> str:

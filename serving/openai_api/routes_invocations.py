@@ -26,7 +26,7 @@ _ROUTES: dict[type, Callable[[Request, Any], Awaitable[Response]]] = {
 
 
 async def invocations(request: Request) -> Response:
-    """Answer a body of any other route that the model can answer."""
+    """Answer the body of another route. Its fields and the model's task choose the route."""
     server: Server = request.app.state.server
     model = server.engine.pooling
     body = await read_invocation(request, "generate" if model is None else model.task)

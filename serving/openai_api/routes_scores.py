@@ -54,7 +54,7 @@ class _Texts:
             if not all(texts):
                 raise RequestError(name, "", "a text must not be empty")
         if len(self.queries) not in (1, len(self.documents)):
-            accepted = f"must be one text, or as many as {self.document_name} has ({len(self.documents)})"
+            accepted = f"must be one text, or one for each of {self.document_name} ({len(self.documents)})"
             raise RequestError(self.query_name, f"{len(self.queries)} texts", accepted)
 
     @property
@@ -73,7 +73,7 @@ async def score(request: Request) -> Response:
 
 
 async def answer_score(request: Request, body: ScoreRequest) -> Response:
-    """Answer a request for scores whose body was read."""
+    """Answer a parsed request for scores."""
     given = {name for pair in PAIRS for name in pair if getattr(body, name) is not None}
     pair = next((pair for pair in PAIRS if given == set(pair)), None)
     if pair is None:
@@ -94,7 +94,7 @@ async def rerank(request: Request) -> Response:
 
 
 async def answer_rerank(request: Request, body: RerankRequest) -> Response:
-    """Answer a request for a ranking whose body was read."""
+    """Answer a parsed request for a ranking."""
     if body.top_n is not None and body.top_n < 0:
         raise RequestError("top_n", body.top_n, "must be at least 0; 0 returns all documents")
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -171,7 +171,7 @@ async def _pair_scores(
     tokenizer = server.engine.get_tokenizer()
 
     def tokenise(cancelled: Callable[[], bool]) -> list[Prompt]:
-        # Each text is tokenised alone first: a text that is too long is refused while it is read in pieces.
+        # Each text is first tokenised alone, in pieces, so that a too long text is refused early.
         limit = pooled.prompt_limit(server, body)
         made: list[Prompt] = []
         for index, document in enumerate(texts.documents):
@@ -189,10 +189,7 @@ async def _pair_scores(
 def _cut(
     server: Server, name: str, text: str, most: int | None, limit: TokenLimit | None, cancelled: Callable[[], bool]
 ) -> str:
-    """Return the text of a text's first `most` tokens.
-
-    limit: raise RequestError for a text with more tokens. None: a text that is not cut is not tokenised.
-    """
+    """Return the text of the first `most` tokens. Without `most`, raise RequestError for more tokens than `limit`."""
     if not most and limit is None:
         return text
     tokenizer = server.engine.get_tokenizer()

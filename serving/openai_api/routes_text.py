@@ -22,7 +22,7 @@ CHAT_FIELDS = ("tools", "add_generation_prompt", "continue_final_message", "chat
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the token ids of a text, or of a conversation. There is no limit but the body's."""
+    """Return the token ids of a text, or of a conversation. The only limit is the body's size."""
     server: Server = request.app.state.server
     body = await read_body(request, TokenizeRequest)
     server.model_name(body.model)
