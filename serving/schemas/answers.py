@@ -146,7 +146,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 
 
 class AnyChatChoice(msgspec.Struct, kw_only=True):
-    """Fields of a whole answer and of its parts. Those from `stop_reason` on are vLLM's."""
+    """Fields of a whole answer and of its parts. The fields from `stop_reason` on are vLLM's."""
 
     index: int
     logprobs: ChatLogprobs | None = None
@@ -281,10 +281,7 @@ class ClassificationList(msgspec.Struct, kw_only=True):
 
 
 class PooledVector(msgspec.Struct, kw_only=True):
-    """One input's vector: an embedding, or a classifier's probabilities. As numbers or base64.
-
-    With a task for each token: the vectors of all tokens.
-    """
+    """One input's embedding or class probabilities, as numbers or base64. Per-token tasks: vectors of all tokens."""
 
     index: int
     object: str = "pooling"
@@ -328,7 +325,7 @@ class RankedText(msgspec.Struct):
 
 
 class RankedDocument(msgspec.Struct, kw_only=True):
-    """A document of a rerank request, with its score. `index` is its place in the request."""
+    """A document of a rerank request, with its score. `index` is its position in the request."""
 
     index: int
     document: RankedText | UnsetType = UNSET
@@ -384,7 +381,7 @@ class Version(msgspec.Struct):
 
 
 class ServerStatus(msgspec.Struct, kw_only=True):
-    """Response of /admin/status and /admin/drain. drained: the server drains, and no request is left."""
+    """Response of /admin/status and /admin/drain. drained: the server drains, and has no more requests."""
 
     draining: bool
     drained: bool
@@ -399,7 +396,7 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     """Response of GET /server_info, with vLLM's names.
 
     vllm_config: options of the engine: text, or an object with config_format=json.
-    vllm_env:    always empty: jpaged reads keys from environment variables, and no options.
+    vllm_env:    always empty. jpaged reads keys, and no options, from environment variables.
     system_env:  versions, and the platform.
     """
 
@@ -427,7 +424,7 @@ class IsSleeping(msgspec.Struct):
 
 
 class CacheReset(msgspec.Struct):
-    """Response of POST /reset_prefix_cache. success: whether all cached KV is forgotten."""
+    """Response of POST /reset_prefix_cache. success: all cached KV was evicted."""
 
     success: bool
 
@@ -448,7 +445,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):
-    """vLLM's entry of `permission`. All its values are constants: the keys of the server decide who may do what."""
+    """vLLM's entry of `permission`. All its values are constants, because the server's keys decide access."""
 
     id: str
     object: str = "model_permission"

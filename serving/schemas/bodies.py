@@ -1,4 +1,4 @@
-"""Finds the struct of a body: by the route's name for it, or by the body's fields for /invocations."""
+"""Finds the struct of a body: by its name, or for /invocations by the body's fields."""
 
 import msgspec
 

@@ -1,6 +1,6 @@
 """Unknown fields of messages, which clients copy from other APIs. They are ignored, and each name is logged once.
 
-Unknown fields of the body itself are errors, because they ask for something. Those of a message describe it.
+Unknown fields of the body itself are errors, because they ask for something. Fields of a message only describe it.
 """
 
 import functools
@@ -12,7 +12,7 @@ import msgspec
 
 logger = logging.getLogger("jpaged.serving")
 
-MAX_NAMES = 256  # that are logged by one server
+MAX_NAMES = 256  # logged by one server
 MAX_CHARACTERS = 64  # of a name
 MESSAGES = "messages"  # the field of a body
 
@@ -29,10 +29,7 @@ def log_ignored(names: Collection[str]) -> None:
 
 
 def ignored_fields(raw: bytes, schema: type[msgspec.Struct]) -> list[str]:
-    """Return the names of unknown fields of the messages of a body, and of their parts and calls. At most MAX_NAMES.
-
-    raw: a body that was decoded as `schema` without an error.
-    """
+    """Return up to MAX_NAMES unknown fields of a body's messages, parts and calls. raw: a valid body of `schema`."""
     if MESSAGES not in schema.__struct_fields__:
         return []
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -43,7 +40,7 @@ def ignored_fields(raw: bytes, schema: type[msgspec.Struct]) -> list[str]:
 
 
 class _Level(NamedTuple):
-    """The fields of objects at one place of a message. fields: with those of the objects below, if they have any."""
+    """Known fields of the objects at one level of a message. fields: each with the level of the objects in it."""
 
     fields: "dict[str, _Level]"
 
@@ -72,7 +69,7 @@ def _levels(schema: type[msgspec.Struct]) -> _Level:
 
 
 def _level(kind: Any) -> _Level:
-    """Return the fields of a type, and of the objects below it. Nothing is below a field of any JSON."""
+    """Return the known fields of a type, and of nested objects. A field of any JSON type has none."""
     match kind:
         case msgspec.inspect.Metadata():
             return _level(kind.type)

@@ -34,7 +34,7 @@ Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Number of tokens. input_tokens: those that were computed. The prefix cache had the others."""
+    """Number of tokens. input_tokens: computed tokens of the prompt, without its prefix hit."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -147,7 +147,7 @@ MessageEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | Messa
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
-    """A model that is served. max_input_tokens: of a prompt, so that one token of an answer fits."""
+    """A model that is served. max_input_tokens: of a prompt. One token of an answer still fits."""
 
     type: str = "model"
     id: str

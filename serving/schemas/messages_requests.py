@@ -11,14 +11,14 @@ from jpaged.serving.schemas.responses_requests import MAX_ITEM_VALUES
 
 
 class MessageTurn(msgspec.Struct):
-    """One message. Unknown fields are ignored. Its content is text, or a list of blocks: see `BLOCKS`."""
+    """One message: text, or blocks (`TEXT_ONLY`, `USER_BLOCKS`, `ASSISTANT_BLOCKS`). Unknown fields are ignored."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Long[dict[str, Any]]
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """`thinking`. budget_tokens: most tokens of the thinking. An answer always shows its thinking."""
+    """`thinking`. budget_tokens: maximum number of thinking tokens. An answer always shows its thinking."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Int | None = None
@@ -47,7 +47,7 @@ class MessageToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CountTokensRequest(SizeLimits, kw_only=True):
-    """Body of POST /v1/messages/count_tokens. `cache_control` asks for caching, which needs no request here."""
+    """Body of POST /v1/messages/count_tokens. `cache_control` has no effect: caching needs no request here."""
 
     model: Label | None = None
     messages: Long[MessageTurn]

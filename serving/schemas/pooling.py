@@ -18,7 +18,7 @@ from jpaged.serving.schemas.requests import (
 )
 
 MAX_TEXTS = 2_048  # inputs or documents of one request, as in OpenAI's API
-MAX_NUMBERS = 2**23  # of the vectors of one request's tokens: those of 2,048 embeddings of 4,096 numbers
+MAX_NUMBERS = 2**23  # in all token vectors of one request; 2,048 embeddings of 4,096 numbers have as many
 
 
 class PoolingFields(SizeLimits, kw_only=True):

@@ -3,7 +3,7 @@
 `NEUTRAL` lists fields of OpenAI's and vLLM's API that are not supported yet, each with its neutral values. A neutral
 value asks for nothing and is accepted, because some clients always send the field. Any other value is refused.
 
-Every list, map and label has a limit, so that decoding and checking a body takes at most some 50 ms.
+Every list, map and label has a limit, so that decoding and checking a body takes at most about 50 ms.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -88,7 +88,7 @@ class SizeLimits(msgspec.Struct):
     MANY_VALUES: ClassVar[dict[str, int]] = {
         "prompt": MAX_TOKEN_IDS, "input": MAX_TOKEN_IDS, "tokens": MAX_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_IDS,
     }  # fmt: skip
-    # Fields that hold any JSON, with the most bytes they may have. The engine accepts 64 KiB of a schema by default.
+    # Fields that accept any JSON, with their maximum bytes. The engine accepts 64 KiB of a schema by default.
     MAX_BYTES: ClassVar[dict[str, int]] = {
         "response_format": 2**20, "structured_outputs": 2**20, "tools": 8 * 2**20, "documents": 8 * 2**20,
         "prediction": 8 * 2**20, "functions": 8 * 2**20, "vllm_xargs": 2**16,
@@ -96,7 +96,7 @@ class SizeLimits(msgspec.Struct):
 
 
 class GenerationRequest(SizeLimits, kw_only=True):
-    """Fields of both generating routes."""
+    """Fields of all generating routes."""
 
     model: Label | None = None
     n: Int | None = None
@@ -200,10 +200,7 @@ class CalledCustom(msgspec.Struct):
 
 
 class MessageToolCall(msgspec.Struct, kw_only=True):
-    """A tool call in an assistant's message: of a function or of a custom tool.
-
-    `index` is known because clients copy it from a stream's deltas.
-    """
+    """A function or custom tool call in an assistant's message. Clients copy `index` from the deltas of a stream."""
 
     id: str | None = None
     type: Literal["function", "custom"] | None = None
@@ -276,7 +273,7 @@ class ChatFields(GenerationRequest, kw_only=True):
 
     @property
     def shown_logprobs(self) -> int:
-        """Number of `top_logprobs` of a token in the answer: with `logprob_token_ids`, those and the token's own."""
+        """Number of `top_logprobs` per token. With `logprob_token_ids`: those ids, and the token's own."""
         if self.logprob_token_ids:
             return len(self.logprob_token_ids) + 1
         return MAX_ALLOWED_IDS if self.top_logprobs == -1 else self.top_logprobs or 0

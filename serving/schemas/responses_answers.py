@@ -1,7 +1,6 @@
 """The answers of /v1/responses: OpenAI's objects and stream events as structs.
 
-`Raw` fields are encoded already: once in a thread, or token by token. So a large value is only copied when an answer or
-an event is encoded.
+`Raw` fields hold JSON, encoded once in a thread or token by token. Encoding an answer or event only copies it.
 """
 
 from typing import Literal
@@ -97,7 +96,7 @@ class IncompleteReason(msgspec.Struct):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response. Raw fields repeat what the request has."""
+    """A response. Raw fields repeat fields of the request."""
 
     id: str
     object: str = "response"
@@ -169,7 +168,7 @@ class ResponseEvent(Event, kw_only=True):
 
 
 class ErrorEvent(Event, kw_only=True):
-    """error: the stream ends, and its response may go on."""
+    """error: the stream ends. Its response may still run."""
 
     type: str = "error"
     code: str | None
@@ -230,5 +229,5 @@ class EventLogprob(msgspec.Struct):
 
     @classmethod
     def of(cls, token: str, logprob: float, top: list[TokenLogprob]) -> "EventLogprob":
-        """Leave out the bytes."""
+        """Make an entry without the bytes of `top`."""
         return cls(token, logprob, [TopLogprob(one.token, one.logprob) for one in top])

@@ -14,7 +14,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """`reasoning`. There are no summaries: an answer has the whole text of its reasoning. `auto` asks for none."""
+    """`reasoning`. There are no summaries, also with `auto`: an answer has the whole text of its reasoning."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -22,7 +22,7 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """`text`: the format of the answer, as `response_format` of a chat without its level `json_schema`."""
+    """`text`: the format of the answer, like a chat's `response_format`, without the nested object `json_schema`."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

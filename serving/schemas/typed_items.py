@@ -1,4 +1,4 @@
-"""Reads objects whose `type` says which struct they are, and renames errors to the fields that a request has."""
+"""Converts objects to the structs of their `type`, and renames errors' parameters to the request's fields."""
 
 import functools
 import re
@@ -42,10 +42,7 @@ def read_item(where: str, given: Any, kinds: Mapping[str, type[T]], default: str
 
 
 def convert(where: str, given: Any, struct: type[T]) -> T:
-    """Convert decoded JSON to a struct. null means that a field is absent. Raises RequestError that names the field.
-
-    Unknown fields are refused.
-    """
+    """Convert decoded JSON to a struct. null means absent. Raises RequestError that names a wrong or unknown field."""
     _refuse(where, given, given.keys() - _names(struct))
     return _convert(where, given, struct)
 
@@ -78,10 +75,7 @@ def _names(struct: type[msgspec.Struct]) -> frozenset[str]:
 
 @contextmanager
 def renamed(rules: Sequence[tuple[str, str]]) -> Generator[None]:
-    """Context manager that renames the parameter of a RequestError by the first rule that matches it.
-
-    rules: regular expressions and their replacements.
-    """
+    """Context manager that renames a RequestError's parameter by the first rule that matches: (regex, replacement)."""
     try:
         yield
     except RequestError as error:
