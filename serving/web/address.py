@@ -1,4 +1,4 @@
-"""The address of a client, for limits of what one client may hold."""
+"""The address of a client, for limits per client."""
 
 import ipaddress
 

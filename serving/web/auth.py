@@ -21,8 +21,8 @@ class RequireKey:
 
     Every key's hash is compared, in constant time, so that the response time reveals nothing about the keys.
 
-    guards: says whether a path requires one of these keys.
-    name:   what error messages call the key.
+    guards: returns True for a path that requires one of these keys.
+    name:   of the key, for error messages.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], guards: Callable[[str], bool], name: str):
@@ -42,7 +42,7 @@ class RequireKey:
         await error_response(error, scope)(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        """Return True if the request has a valid key. Its hash is noted in the scope, and stands for the client."""
+        """Return True if the request has a valid key. Stores its hash in the scope, as the client's identity."""
         known = False
         for digest in map(_hash, _keys(scope)):
             for one in self._hashes:

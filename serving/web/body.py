@@ -31,7 +31,7 @@ MAX_WAITING_BYTES = 512 * 2**20  # of all bodies above INLINE_BYTES that are bei
 MAX_FIELDS = 1_000  # of the body itself; the API has about 100
 MAX_FIELD_NAME = 64  # characters of a name for which a similar one is suggested
 MAX_SHOWN_BYTES = 65_536  # a longer value is not decoded for an error message
-MAX_MESSAGE = 4_096  # characters at each end of msgspec's message that are read: it contains the whole wrong value
+MAX_MESSAGE = 4_096  # characters read at each end of msgspec's message, which contains the whole wrong value
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*?)`)?$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(?P<name>[^`]*)`")
@@ -43,14 +43,14 @@ _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 async def read_body(request: Request, schema: type[Body]) -> Body:
     """Read the body of a request as `schema`.
 
-    Raises RequestError that names the field, APIError with status 413 for a body of more than MAX_BODY_BYTES. Raises
+    Raises RequestError that names the field, and APIError 413 for a body of more than MAX_BODY_BYTES. Raises
     CapacityError if other requests have too many large bodies, and ClientDisconnected if the client has left.
     """
     return await _read(request, schema.__name__, lambda raw: schema)
 
 
 async def read_invocation(request: Request, task: str) -> SizeLimits:
-    """Read a body whose fields say which struct it is. task: of the engine. Errors as `read_body`."""
+    """Read a body as the struct that its fields determine. task: of the engine. Errors as `read_body`."""
     name = INVOCATION + task
     return await _read(request, name, lambda raw: body_schema(name, raw))
 
@@ -85,13 +85,12 @@ async def _read(request: Request, name: str, choose: Callable[[bytes], type[Body
 
 
 class _LargeBody:
-    """Counts the bytes of a large body until it is decoded. Small bodies are never refused for them.
+    """Counts the bytes of a large body until it is decoded. Small bodies are not counted.
 
-    An address may have as many bytes as are still free. So one alone gets a half of them, the next a quarter, and
-    one that comes later always finds some.
+    An address may have at most the number of bytes that stay free. So the first gets half of all, the next a quarter.
     """
 
-    sizes: ClassVar[Counter[str]] = Counter()  # bytes of all large bodies of an address
+    sizes: ClassVar[Counter[str]] = Counter()  # address -> bytes of its large bodies
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -103,7 +102,7 @@ class _LargeBody:
         self._size = size
         free = MAX_WAITING_BYTES - self.sizes.total()
         if self.sizes[self._address] > free:
-            held = f"the large bodies that the server is reading leave {max(free, 0):,} bytes for those of one address"
+            held = f"the server is reading large bodies, which leave {max(free, 0):,} bytes for one address"
             raise CapacityError(f"{held}: send a smaller body, or send it later")
 
     def __enter__(self) -> "_LargeBody":
@@ -135,9 +134,9 @@ def decode_body(raw: bytes, schema: type[Body]) -> Body:
 
 
 def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of the body with their JSON. Does not decode them, and copies none."""
+    """Return the JSON of each field of the body, without decoding or copying it."""
     try:
-        raw.decode()  # msgspec does not check the text that it skips
+        raw.decode()  # checks UTF-8: msgspec does not check text that it skips
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise RequestError("body", _shown(raw), "must be a JSON object") from None
@@ -164,7 +163,7 @@ def _check_size(name: str, raw: msgspec.Raw, schema: type[Body], *, counted: boo
 
 
 def _check_other(name: str, raw: msgspec.Raw, schema: type[Body]) -> None:
-    """Refuse an unknown field, and a field that is not supported yet if its value asks for something."""
+    """Refuse an unknown field, and a field that is not supported yet if its value is not neutral."""
     value = _value(raw)
     if name in schema.NEUTRAL and (name not in schema.MISPLACED or value in schema.NEUTRAL[name]):
         _check_neutral(name, value, schema.NEUTRAL[name])
@@ -216,7 +215,7 @@ def _field_error(message: str, fields: dict[str, msgspec.Raw], schema: type[Body
 
 
 def _choices(found: msgspec.inspect.Type, path: list[str]) -> list[Any]:
-    """Return the values that a field accepts, if it is a choice. path: its name, and the keys that lead to it."""
+    """Return the values that a field accepts, if it is a choice. path: the body's field, and the keys inside it."""
     match found:
         case msgspec.inspect.UnionType():
             return [value for each in found.types for value in _choices(each, path)]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from jpaged.child_process import ChildEnded, ChildProcess
 from jpaged.errors import CapacityError, RequestError
 
-SHORT_BYTES = 2**21  # of a body that does not wait for longer ones
+SHORT_BYTES = 2**21  # larger bodies use the other lane
 SECONDS = 10.0  # of one check; 16 MiB take 0.3 s
 
 
@@ -60,12 +60,12 @@ class _Lane:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jpaged-body")
 
 
-# Two lanes, so that bodies of a few hundred kilobytes do not wait for those of 30 MB.
+# Two lanes, so that bodies of a few hundred kilobytes do not wait for bodies of up to 16 MiB.
 _LANES = {"short": _Lane(), "long": _Lane()}
 
 
 async def check_in_process(raw: bytes, schema: str) -> list[str]:
-    """Check a body in a child process, after the bodies that came before. As `BodyProcess.check`."""
+    """Check a body in a child process, after earlier bodies of its lane. As `BodyProcess.check`."""
     lane = _LANES["short" if len(raw) <= SHORT_BYTES else "long"]
     return await asyncio.get_running_loop().run_in_executor(lane.thread, lane.process.check, raw, schema)
 

@@ -11,11 +11,7 @@ _QUOTE, _COMMA = ord('"'), ord(",")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """Upper bounds of what a JSON document holds.
-
-    values: its elements of lists and entries of objects, at any depth.
-    fields: the entries of the outermost object.
-    """
+    """Upper bounds for a JSON text. values: list elements and object entries at any depth. fields: of the top level."""
 
     values: int
     fields: int

@@ -1,8 +1,8 @@
 """ASGI middleware against web pages that use a visitor's browser to reach a server of the visitor's network.
 
 - `CheckHost`: a page whose name resolves to this machine (DNS rebinding) sends its own name as Host.
-- `RequireJson`: a page may send text, a form or bytes without a type to any server without asking it first. JSON needs
-  the server's permission (CORS). It also refuses compressed bodies, which the readers of JSON would call malformed.
+- `RequireJson`: a page may send text, a form or untyped bytes to any server unasked. JSON needs the server's permission
+  (CORS). The class also refuses compressed bodies, which the readers of JSON would call malformed.
 """
 
 import ipaddress
@@ -66,7 +66,7 @@ def host_name(host: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on a host."""
+    """Return True if only this machine can reach a server that listens on `host`."""
     if host == "localhost":
         return True
     try:
@@ -76,10 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 class RequireJson:
-    """Answers 415 to a body that is not declared as JSON, or that is compressed.
-
-    Other clients than browsers may leave the header out. A browser sends Origin with such a request.
-    """
+    """Answers 415 to a body that is compressed, or not declared as JSON. Only browsers must send a Content-Type."""
 
     def __init__(self, app: ASGIApp, forms: frozenset[str] = frozenset()):
         """forms: paths that also take multipart/form-data, except from a browser: a page may send a form unasked."""
@@ -108,7 +105,7 @@ class RequireJson:
 
 
 def _is_form(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return True for a form that no browser sends."""
+    """Return True for multipart/form-data without Origin, which no browser sends."""
     fields = list(headers)
     types = [value for name, value in fields if name == b"content-type"]
     is_form = len(types) == 1 and types[0].partition(b";")[0].strip().lower() == b"multipart/form-data"
@@ -118,5 +115,5 @@ def _is_form(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 def _may_be_json(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     types = [value for name, value in headers if name == b"content-type"]
     if not types:
-        return not any(name == b"origin" for name, _ in headers)
+        return not any(name == b"origin" for name, _ in headers)  # which browsers send with such a request
     return all(each.partition(b";")[0].strip().lower() == b"application/json" for each in types)

@@ -1,6 +1,6 @@
-"""One HTTP connection: uvicorn's, with limits on bytes, on time and on connections, and with half-closed clients.
+"""One HTTP connection: uvicorn's, with limits on bytes, time and connections, and support for half-closed clients.
 
-httptools has no limit on a header: it copies a header that grows with each piece, which takes quadratic time.
+httptools has no limit on a header. It copies a growing header with each piece, which takes quadratic time.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from jpaged.serving.web.lingering import LingeringTransport
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers; and between two pieces of a body, for chunk headers
 MAX_PIPELINED = 16  # requests of a connection that wait for the answers to earlier ones
 PIECE = 16_384  # bytes parsed before they are counted
-PROBE_SECONDS = 0.05  # between two looks at a client that may have left
+PROBE_SECONDS = 0.05  # between two checks of a client that may have left
 LEFT = getattr(select, "POLLRDHUP", 0)  # the client has closed its sending side; Linux only
 
 
@@ -31,7 +31,7 @@ class ConnectionLimits:
 
     head_seconds: from the connection, or from the first byte of a request, to the end of its headers.
     body_seconds: from there to the end of the request's body.
-    read_seconds: until a client that has stopped reading its answer goes on.
+    read_seconds: until a client that has stopped reading its answer must read again.
     per_address:  open connections of one client address: IPv4, or the first 64 bits of IPv6.
     """
 
@@ -58,12 +58,11 @@ class _BadRequest(Exception):
 class BoundedConnection(HttpToolsProtocol):
     """A connection that closes itself when its client is too slow, sends too much, or opens too many.
 
-    A client that closes its sending side after a request still gets the answer. TCP does not say whether such a client
-    also reads. So the server sends `100 Continue`, which clients ignore: a client that has closed the connection
-    refuses it, and its request is aborted.
+    A client that closes its sending side after a request still gets the answer. TCP does not show whether such a client
+    still reads. So the server sends `100 Continue`, which clients ignore. If the client has closed the connection, its
+    system answers with a reset, and the request is aborted.
 
-    While a request waits for the answer to an earlier one, nothing is received, and so no end of the connection. The
-    socket itself is asked then.
+    While a request waits for an earlier answer, reading is paused, which hides a disconnect. Then the socket is polled.
     """
 
     def __init__(self, limits: ConnectionLimits, counts: Counter[str], *args: Any, **kwargs: Any):
@@ -73,11 +72,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._address: str | None = None  # counted in `counts`
         self._in_head = True
         self._bytes_without_body = 0      # received since the request began, or since the last piece of its body
-        self._body: list[bytes] = []      # chunks that the application has not been given
+        self._body: list[bytes] = []      # chunks that are not yet passed to the application
         self._open: list[RequestResponseCycle] = []  # requests without a whole answer, in their order
         self._at_end = False    # no more requests of this connection are read
         self._replays = False   # the head of a request is parsed again, without its Upgrade header
-        self._questions = 0         # that were sent during this answer, to find out whether the client has left
+        self._questions = 0         # `100 Continue`s that were sent during this answer
         self._next_question = 0.0   # time of the event loop
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
@@ -96,7 +95,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._address = address
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._drop(self._open)  # uvicorn tells the last request only
+        self._drop(self._open)  # uvicorn notifies only the last request
         self._clear_deadline()
         self._lingering().forget()
         for timer in (self._probe, self._unread):
@@ -155,7 +154,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _parse_again(self) -> None:
         """Parse the body of a request with an Upgrade header. The parser skips it, because it expects a new protocol.
 
-        The server upgrades to none. Java's client asks for HTTP/2 with every first request of a connection.
+        The server never upgrades. Java's client asks for HTTP/2 with every first request of a connection.
         """
         self.parser = httptools.HttpRequestParser(self)
         framing = {b"content-length", b"transfer-encoding"}
@@ -199,7 +198,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._body.append(body)
 
     def _pass_body(self) -> None:
-        """Give the chunks that have arrived to the application, at once: a million chunks of one byte took seconds."""
+        """Pass all received chunks to the application at once: a million chunks of one byte took seconds."""
         if self._body:
             body = b"".join(self._body)
             self._body.clear()
@@ -214,7 +213,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._bytes_without_body = 0
         self._clear_deadline()
         super().on_message_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():  # an error that came before
+        if self.cycle.response_complete and not self.transport.is_closing():  # an error was sent before
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -228,7 +227,7 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _end_requests(self) -> bool:
-        """Read no further requests. False if there is no whole request without an answer."""
+        """Read no further requests. Returns False if no whole request waits for its answer."""
         whole = [cycle for cycle in self._open if not cycle.more_body]
         if not whole:
             return False
@@ -239,7 +238,7 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
     def _drop(self, cycles: list[RequestResponseCycle]) -> None:
-        """Answer these requests no more."""
+        """Mark requests as disconnected. They get no answer."""
         for cycle in cycles:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -247,7 +246,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.pipeline = deque(waiting for waiting in self.pipeline if waiting[0] not in cycles)
 
     def _check_client(self) -> None:
-        """Close the connection if the client has refused what was sent to it. Called again and again."""
+        """Close the connection if the client has reset it. Repeats every PROBE_SECONDS."""
         if self._probe is not None:
             self._probe.cancel()
             self._probe = None
@@ -257,16 +256,16 @@ class BoundedConnection(HttpToolsProtocol):
         watch.register(self.transport.get_extra_info("socket").fileno(), LEFT | select.POLLIN)
         unread = False
         for _, event in watch.poll(0):
-            if event & ~(LEFT | select.POLLIN):  # an error or a hang-up of both sides: these need not be asked for
+            if event & ~(LEFT | select.POLLIN):  # an error or a hang-up of both sides: poll always reports these
                 self.transport.abort()
                 return
-            unread = True  # bytes, or the end of the connection, which bytes may hide
+            unread = True  # bytes, or the client's end of sending, perhaps after bytes
         if unread or self._at_end:
             self._ask_client()
         self._probe = self.loop.call_later(PROBE_SECONDS, self._check_client)
 
     def _ask_client(self) -> None:
-        """Send something that a client ignores, and refuses if it has closed the connection: at 0, 1, 3, 7 seconds."""
+        """Send `100 Continue` after 0, 1, 3, 7 seconds and so on. A client that has closed the connection resets it."""
         first = self._open[0] if self._open else None
         if first is None or first.response_started or first.scope["http_version"] != "1.1":
             return
@@ -288,7 +287,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Called when the server stops. Requests that wait for earlier ones of their connection are not begun."""
+        """Called when the server stops. Pipelined requests that wait are dropped."""
         self._drop([cycle for cycle, _ in self.pipeline])
         if self._open:
             self._open[0].keep_alive = False
@@ -297,7 +296,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._questions, self._next_question = 0, 0.0
-        if not self._in_head and self.cycle.response_complete:  # an error before the end of the body, which is not read
+        if not self._in_head and self.cycle.response_complete:  # an error was sent before the end of the body
             self._set_deadline(self._limits.head_seconds)
         self._open = [cycle for cycle in self._open if not cycle.response_complete]
         super().on_response_complete()
@@ -320,7 +319,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._refuse(408, "the request took too long to arrive")
 
     def _refuse(self, status: int, message: str, *, linger: bool = True) -> None:
-        """Close the connection. Answer with an error before, unless the client would take it for another's answer."""
+        """Close the connection. First send an error, unless clients would take it for an earlier request's answer."""
         if self.transport.is_closing():
             return
         earlier = [cycle for cycle in self._open if self._in_head or cycle is not self.cycle]

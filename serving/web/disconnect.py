@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result. It is cancelled as soon as the client closes the connection.
+    """Run `work` and return its result. If the client disconnects, cancel it and raise ClientDisconnected.
 
-    receive: the request's ASGI channel, after its body was read. Raises ClientDisconnected.
+    receive: the request's ASGI channel, after its body was read.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))

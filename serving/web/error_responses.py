@@ -1,6 +1,6 @@
-"""Converts errors to error bodies: OpenAI's, or Anthropic's for that API.
+"""Converts errors to OpenAI's error bodies, or to Anthropic's.
 
-Anthropic's API is below /v1/messages. On /v1/models it has a header `anthropic-version`.
+Requests of Anthropic's API are below /v1/messages, or have a header `anthropic-version` on /v1/models.
 
 OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 Anthropic's: `{"type": "error", "error": {"type", "message"}, "request_id"}`.

@@ -20,7 +20,7 @@ class Draining(APIError):
 
 
 class Intake:
-    """Says whether new requests are accepted, and counts those that are being answered."""
+    """The server's draining state, and the number of requests that are being answered."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -30,8 +30,8 @@ class Intake:
 class CountRequests:
     """ASGI middleware: counts the requests that ask for work, and answers 503 to them while the server drains.
 
-    Those are all but GET and HEAD, outside `OPEN_PATHS` and `exempt`. Responses and files may be deleted, and responses
-    and batches be cancelled.
+    GET, HEAD, `OPEN_PATHS` and `exempt` ask for no work. While draining, clients may still delete responses and
+    files, and cancel responses and batches.
     """
 
     def __init__(self, app: ASGIApp, intake: Intake, exempt: frozenset[str]):

@@ -1,7 +1,7 @@
-"""Encodes large answers in pieces, so that no piece stops the event loop for more than some milliseconds.
+"""Encodes large answers in pieces, so that no piece stops the event loop for more than a few milliseconds.
 
-A list of 100,000 log-probabilities takes 0.5 s to convert and to encode. `list_pieces` does it some hundred items at a
-time, and other requests run in between.
+A list of 100,000 log-probabilities takes 0.5 s to convert and to encode. `list_pieces` does it for a few hundred
+items at a time. Other requests run in between.
 """
 
 import asyncio
@@ -20,8 +20,7 @@ _MARK = b"\0"  # stands for Pieces while the values around them are encoded. JSO
 
 
 class Pieces:
-    """A JSON value, encoded already. `encode` accepts it anywhere in a struct. Not a dataclass: msgspec has its own
-    encoding for those."""
+    """Encoded JSON that `encode` accepts anywhere in a struct. Not a dataclass, which msgspec would encode itself."""
 
     __slots__ = ("parts",)
 
@@ -32,10 +31,7 @@ class Pieces:
 async def list_pieces(
     items: Sequence[T], convert: Callable[[Sequence[T], int], Any], at_once: int = ITEMS
 ) -> Pieces:
-    """Encode a list.
-
-    convert: returns the JSON values of at most `at_once` items; its second argument is the first item's index.
-    """
+    """Encode a list. convert: maps at most `at_once` items, and the index of the first one, to JSON values."""
     parts = [b"["]
     for start in range(0, len(items), at_once):
         encoded = msgspec.json.encode(convert(items[start : start + at_once], start))

@@ -22,10 +22,10 @@ def read_keys(
     variables: Sequence[str],
     environment: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Return all keys, each once: those of the flag, of the file, and of the environment variables.
+    """Return all keys, each once: from the flag, the file and the environment variables.
 
-    name: of the flag, such as api_key. Raises RequestError for a bad key, and for a source without one: the server
-    would require no key at all.
+    name: of the flag, such as api_key. Raises RequestError for a bad key, and for a source without a key: the server
+    would then require none.
     """
     keys = [_checked(name, key) for key in given]
     if file is not None:

@@ -13,10 +13,10 @@ LINGER_BYTES = 32 * 2**20  # twice the largest body
 
 
 class LingeringTransport:
-    """The transport of a connection. While the client still sends a request, `close` lingers."""
+    """The transport of a connection. While the client still sends a body, `close` lingers."""
 
     def __init__(self, transport: asyncio.Transport, sending: Callable[[], bool]):
-        """Wrap a transport. sending: whether the client has sent a part of a request."""
+        """Wrap a transport. sending: returns True while the client sends a body."""
         self._transport = transport
         self._sending = sending
         self._discarded = 0
@@ -48,14 +48,14 @@ class LingeringTransport:
             self._transport.abort()
 
     def close(self) -> None:
-        """Close the connection after what has been written is sent. A second call ends the lingering."""
+        """Close the connection after all written data is sent. A second call ends the lingering."""
         if self._end is None and self._sending():
             self.linger()
         else:
             self.close_now()
 
     def close_now(self) -> None:
-        """Close the connection after what has been written is sent, without lingering."""
+        """Close the connection after all written data is sent, without lingering."""
         self.forget()
         self._transport.close()
 

@@ -1,4 +1,4 @@
-"""Pages of a list: those of OpenAI's API."""
+"""Pages of a list, as in OpenAI's API."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -29,10 +29,7 @@ def _request_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JSONFormatter(logging.Formatter):
-    """Formats a record as one line: time (UTC), level, logger, message, and facts about its request.
-
-    A traceback is in `exception`.
-    """
+    """Formats a record as one line: time (UTC), level, logger, message, request facts, a traceback (`exception`)."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -67,10 +64,7 @@ class TextFormatter(logging.Formatter):
 
 
 def use_format(name: str) -> None:
-    """Let the process' log have a format, one of FORMATS. The log goes where it went before, or to stderr.
-
-    With json, warnings of Python are lines of the log too.
-    """
+    """Set the log's format, one of FORMATS. Without handlers, log to stderr. json: also log Python's warnings."""
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.StreamHandler(sys.stderr))

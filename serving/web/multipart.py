@@ -26,9 +26,9 @@ def boundary_of(content_type: str) -> bytes | None:
 
 
 async def read_form(chunks: AsyncIterable[bytes], boundary: bytes) -> AsyncGenerator[FormPart | bytes, None]:
-    """Yield each part's beginning, then its data in pieces. Raises RequestError for another body."""
+    """Yield each part's beginning, then its data in pieces. Raises RequestError for an invalid body."""
     delimiter = b"\r\n--" + boundary
-    buffer = bytearray(b"\r\n")  # so that the first delimiter is like the others
+    buffer = bytearray(b"\r\n")  # so that the first delimiter matches too
     in_data, parts = True, 0
     preamble = 0  # bytes before the first part
     async for chunk in chunks:

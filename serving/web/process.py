@@ -64,10 +64,7 @@ def take_address(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def take_unix_socket(path: pathlib.Path) -> socket.socket:
-    """Bind a Unix domain socket. Its owner and group may connect. Raises AddressError.
-
-    A socket file that no process listens on is replaced.
-    """
+    """Bind a Unix socket for its owner and group. Replaces a file that no process listens on. Raises AddressError."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
@@ -94,16 +91,16 @@ class ServedEngine(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all programs exist."""
+        """True when all programs are compiled."""
         ...
 
     def wait_until_ready(self) -> None:
-        """Wait until all programs exist. Raises EngineError if one cannot be compiled."""
+        """Wait until all programs are compiled. Raises EngineError if one cannot be compiled."""
         ...
 
 
 def _announce(url: str, engine: ServedEngine | None) -> None:
-    """Print that the server is ready: now, or when all programs exist."""
+    """Print that the server is ready: now, or when all programs are compiled."""
     if engine is None or engine.is_ready:
         say(f"ready: {url}")
         return
@@ -126,7 +123,7 @@ class MetricsPort:
 
 
 class _SideServer(uvicorn.Server):
-    """Serves metrics next to the main server, while that one drains as well. The main server handles the signals."""
+    """Serves metrics, also while the main server drains. The main server handles the signals."""
 
     def __init__(self, port: MetricsPort):
         super().__init__(
@@ -180,8 +177,8 @@ class _Server(uvicorn.Server):
         if self.started:
             if self._side is not None:
                 await self._side.start()
-            # The garbage collector need not visit again what lives as long as the server: modules, the model, programs.
-            # Its full collections stopped every request for 180 ms, and take 1 ms without those objects.
+            # Modules, the model and programs live as long as the server. With them, a full garbage collection stopped
+            # every request for 180 ms. When they are frozen, it takes 1 ms.
             gc.collect()
             gc.freeze()
             self._ready()
@@ -205,18 +202,15 @@ class _Server(uvicorn.Server):
         self._stop()
 
     def _stop(self) -> None:
-        """Begin to stop. If threads keep the process alive beyond its timeout, it ends hard and shows what they do.
-
-        The timer of faulthandler is a thread in C: it ends the process also while Python's global lock is held.
-        """
-        if not self.should_exit:
+        """Begin to stop. If threads keep the process alive beyond its timeout, show their stacks and end it."""
+        if not self.should_exit:  # faulthandler's timer is a thread in C, and does not need Python's global lock
             seconds = (self.config.timeout_graceful_shutdown or 0) + CLOSE_SECONDS
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        # SIGINT also where the process was started with SIGINT ignored, as by a script with `&`: `kill -INT` stops it.
+        # A process that a script starts with `&` ignores SIGINT. With this handler, `kill -INT` stops it.
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -266,9 +260,8 @@ def serve(
     metrics: serve metrics on a port of their own as well, without TLS.
     has_page: the application has a page at /ui: print its address.
 
-    Returns the exit status: 0 after a signal, 1 if the engine has ended by itself.
-
-    `CLOSE_SECONDS` later the process ends with status 1, if a thread still parses, tokenises, compiles or renders.
+    Returns the exit status: 0 after a signal, 1 if the engine has ended by itself. If a thread still parses, tokenises,
+    compiles or renders `CLOSE_SECONDS` after the timeout, the process ends with status 1.
     """
     _raise_open_files()
     config = uvicorn.Config(

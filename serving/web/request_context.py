@@ -21,7 +21,7 @@ class RequestContext:
     """Facts from a request's headers.
 
     request_id:  the client's X-Request-Id, or a new id.
-    from_client: the client chose the id, so that it need not be unique.
+    from_client: the client chose the id, so it may not be unique.
     client, method, path: of the request, for the log. Quoted, because clients choose them.
     traceparent, tracestate: headers of W3C Trace Context; empty if they are missing.
     """
@@ -51,7 +51,7 @@ current: ContextVar[RequestContext | None] = ContextVar("jpaged_request", defaul
 
 
 def engine_request_id(prefix: str) -> str:
-    """Return a new id for the engine. It contains the HTTP request's id, which its lines of the log then show."""
+    """Return a new id for the engine. It contains the HTTP request's id, for the engine's log lines."""
     context = current.get()
     if context is None:
         return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""ASGI middleware that removes a proxy's prefix and a slash at the end from paths, before anything looks at them."""
+"""ASGI middleware that removes a proxy's prefix and a trailing slash from paths, before any other layer reads them."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -6,12 +6,9 @@ KEEP_SLASH = frozenset({"/", "/ui/"})  # paths of routes that end with a slash
 
 
 class RemoveRootPath:
-    """Serves /llm/v1/models and /v1/models alike, with the prefix /llm. A proxy may pass the prefix on, or remove it.
+    """Serves /llm/v1/models and /v1/models alike, with the prefix /llm. Every path may also end with a slash.
 
-    /health/ is served as /health, and so are all routes.
-
-    The application that this one is mounted in, and Ray Serve, name their prefix in the scope: it is removed as well.
-    Keys are checked after this: they are checked for the path that is routed.
+    A prefix in the scope, from an outer application or Ray Serve, is also removed. Keys are checked for the new path.
     """
 
     def __init__(self, app: ASGIApp, root_path: str):

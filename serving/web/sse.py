@@ -49,10 +49,7 @@ MESSAGES = Framing(typed_event, lambda error: b"event: error\n" + event(anthropi
 
 
 class EventStream(Response):
-    """A response that sends `first`, then `events`. `open_stream` makes it.
-
-    first: the first event, which exists already, so that a request that fails at once gets an error status.
-    """
+    """A response that sends `first`, then `events`. `open_stream` makes it."""
 
     media_type = "text/event-stream"
 
@@ -95,7 +92,7 @@ class EventStream(Response):
 async def open_stream(
     receive: Receive, events: AsyncGenerator[Any, None], framing: Framing = COMPLETIONS
 ) -> EventStream:
-    """Wait for the first event, and return a stream. An error before the first event is raised, for an error status."""
+    """Wait for the first event, and return a stream. An error before it is raised, and gets an error status."""
     try:
         return EventStream(await until_disconnect(receive, _first(events)), events, framing)
     except BaseException:

@@ -8,10 +8,9 @@ from jpaged.serving.web.error_responses import STOPPED, error_response
 
 
 class AnswerWhenStopped:
-    """ASGI middleware: when uvicorn cancels a request without an answer, it is answered with 503.
+    """ASGI middleware that answers 503 when uvicorn cancels a request without an answer. Its connection would break.
 
-    Without it, the client's connection would break. `EventStream` ends a stream itself, with an error event. The
-    connection of a JSON body that is sent in part is closed.
+    `EventStream` ends a stream itself, with an error event. The connection of a partly sent JSON body is closed.
     """
 
     def __init__(self, app: ASGIApp):

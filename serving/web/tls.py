@@ -22,7 +22,7 @@ class TlsOptions:
     cert_reqs: int = 0
 
     def context(self) -> ssl.SSLContext | None:
-        """Load the files; None: no TLS. Raises RequestError that names the flag. TLS 1.2 is the oldest version."""
+        """Load the files, for TLS 1.2 or later. None without a certfile. Raises RequestError that names the flag."""
         if self.cert_reqs not in CERT_REQS:
             raise RequestError("ssl_cert_reqs", self.cert_reqs, "must be 0 (none), 1 (optional) or 2 (required)")
         if self.certfile is None:
@@ -52,5 +52,5 @@ class TlsOptions:
 
 
 def _no_password() -> str:
-    """OpenSSL would ask for the password on the terminal."""
+    """Refuse a key with a password. OpenSSL would ask for it on the terminal."""
     raise ValueError("the key has a password: store it without one")

@@ -105,7 +105,7 @@ def test_large_bodies_have_a_limit_together(monkeypatch):
         first = asyncio.create_task(body.read_body(Held(b""), CompletionRequest))
         await asyncio.sleep(0)
         for _ in range(2):
-            with pytest.raises(CapacityError, match=r"leave 299,\d+ bytes for those of one address: send a smaller"):
+            with pytest.raises(CapacityError, match=r"leave 299,\d+ bytes for one address: send a smaller"):
                 await body.read_body(Posted(large), CompletionRequest)
         assert (await body.read_body(Posted(b'{"prompt":"small"}'), CompletionRequest)).prompt == "small"
         half = b'{"prompt":"%b"}' % (b"a" * 500_000)
