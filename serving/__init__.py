@@ -6,7 +6,7 @@ The path of a request:
 2. `web.body` reads the JSON and checks it against a struct of `schemas`.
 3. A `routes` module of `openai_api`, `responses`, `messages` or `files` makes prompts and sampling parameters, and
    passes them to the engine, described by `engine_client`. `admin` has the routes of the operator.
-4. A struct of `schemas` is the answer, `web.sse` writes a stream. `web.disconnect` aborts the request if the client
+4. The answer is a struct of `schemas`; `web.sse` writes a stream. `web.disconnect` aborts the request if the client
    disconnects.
 5. `web.error_responses` turns an error into the API's error body.
 

@@ -1,4 +1,4 @@
-"""Options of the application: keys, browsers, hosts, and the folder of profiles."""
+"""Options of `create_app`: keys, CORS, allowed hosts, logs, and which optional routes exist."""
 
 import dataclasses
 import pathlib
@@ -8,10 +8,7 @@ from jpaged.serving.files.store import FileStore
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CrossOrigin:
-    """Browsers that may read answers from other origins (CORS). Without origins none may.
-
-    origins: such as https://chat.example.com; `*`: all.
-    """
+    """CORS settings. origins: allowed to read answers, such as https://chat.example.com. `*`: all; empty: none."""
 
     origins: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("*",)
@@ -23,17 +20,17 @@ class CrossOrigin:
 class AppOptions:
     """Options of `create_app`.
 
-    api_keys:      if not empty, every route outside `auth.OPEN_PATHS` requires one of them.
-    admin_keys:    if not empty, there are the routes of `routes_admin`. They require one of these keys, and no API key.
+    api_keys:      if not empty, every route requires one, except `auth.OPEN_PATHS`, the page and the admin routes.
+    admin_keys:    if not empty, the routes of `routes_admin` exist. They require one of these keys, and no API key.
     allowed_hosts: Host headers to accept: names, addresses, and `*.example.com`. None: any.
-    root_path:     prefix of all paths that a proxy adds, such as /llm.
-    profile_dir:   folder for profiles. None: there are no routes that record one.
+    root_path:     path prefix that a proxy adds, such as /llm.
+    profile_dir:   folder for profiles. None: the admin routes that record one do not exist.
     ui:            serve the page at /ui. Its files need no key, but its data does.
     tokenizer_info: serve GET /tokenizer_info, which shows the chat template.
     access_log:    log a line per HTTP request.
-    disable_log_stats: do not log figures every few seconds.
-    keep_responses: keep the answers of /v1/responses, for clients to retrieve.
-    files: folder of /v1/files and /v1/batches. None: there are no such routes.
+    disable_log_stats: do not log statistics every 10 seconds.
+    keep_responses: store the answers of /v1/responses, for clients to retrieve.
+    files: folder of /v1/files and /v1/batches. None: these routes do not exist.
     """
 
     api_keys: tuple[str, ...] = ()

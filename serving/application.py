@@ -47,7 +47,7 @@ def posts(paths: str, endpoint: Callable[[Request], Awaitable[Response]]) -> lis
     return [Route(path, endpoint, methods=["POST"]) for path in paths.split()]
 
 
-# Those of every application. The routes of operators and of the page depend on its options.
+# Routes of every application. Those of the tokenizer, files, the operator and the page depend on its options.
 ROUTES = [
     Route("/v1/models", routes_models.models),
     Route("/v1/models/{model:path}", routes_models.model),
@@ -129,7 +129,7 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
 
 
 def _batch_app(server: Server, metrics: ServerMetrics) -> Starlette:
-    """Make the application that runs the lines of batches. It requires no keys, and keeps no responses."""
+    """Make the application that runs the requests of batches. It requires no keys, and stores no responses."""
     observer = Middleware(HTTPObserver, metrics=metrics, access_log=False)
     app = Starlette(routes=ROUTES, middleware=[observer], exception_handlers=HANDLERS)
     app.state.server = server
@@ -140,7 +140,7 @@ def _batch_app(server: Server, metrics: ServerMetrics) -> Starlette:
 def _middleware(
     options: AppOptions, rules: KeyRules, intake: Intake, metrics: ServerMetrics, has_page: bool
 ) -> list[Middleware]:
-    """Return what handles a request before its route does, outermost first."""
+    """Return the middleware of the application, outermost first."""
     is_admin = _admin_check(rules.admin_paths)
     layers = [Middleware(RemoveRootPath, root_path=options.root_path)]
     layers.append(Middleware(HTTPObserver, metrics=metrics, access_log=options.access_log))
@@ -172,5 +172,5 @@ def _cors(options: CrossOrigin) -> Middleware:
 
 
 def _admin_check(paths: frozenset[str]) -> Callable[[str], bool]:
-    """Return a function that says whether a path requires an admin key. paths: of the admin routes; empty: none."""
+    """Return a test for paths that require an admin key. paths: of the admin routes; empty if there are none."""
     return lambda path: bool(paths) and (path.startswith(ADMIN) or path in paths)

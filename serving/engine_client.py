@@ -22,7 +22,7 @@ class EngineClient(Generates, Protocol):
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Values of fields that a request leaves out: those of generation_config.json over vLLM's defaults."""
+        """Defaults of fields that a request leaves out: from generation_config.json, else vLLM's."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class EngineClient(Generates, Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all programs exist."""
+        """True when all programs are compiled."""
         ...
 
     @property
@@ -65,10 +65,7 @@ class EngineClient(Generates, Protocol):
         ...
 
     def metrics(self, engine: int = 0) -> EngineMetricsSnapshot | None:
-        """Return an engine's figures for /metrics. None if none are collected. Raises EngineError when it is closed.
-
-        Any thread may call it.
-        """
+        """Return an engine's metrics; None if it collects none. Thread-safe. Raises EngineError when it is closed."""
         ...
 
     async def check_health(self) -> None:
@@ -76,11 +73,11 @@ class EngineClient(Generates, Protocol):
         ...
 
     async def inspect(self, engine: int = 0) -> EngineSnapshot:
-        """Return an engine's state at one moment. Raises EngineError when the engine has ended."""
+        """Return a snapshot of an engine's state. Raises EngineError when the engine has ended."""
         ...
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop running steps. Requests that come now wait until `resume_generation`."""
+        """Stop running steps. New requests wait until `resume_generation`."""
         ...
 
     async def resume_generation(self) -> None:
@@ -88,7 +85,7 @@ class EngineClient(Generates, Protocol):
         ...
 
     async def is_paused(self) -> bool:
-        """Whether requests that come now wait."""
+        """Return True while new requests wait."""
         ...
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -100,11 +97,11 @@ class EngineClient(Generates, Protocol):
         ...
 
     async def is_sleeping(self) -> bool:
-        """Whether memory is freed."""
+        """Return True while memory that `sleep` freed is not allocated again."""
         ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached KV. Returns False, and does nothing, while a request runs that must not be reset."""
+        """Evict all cached KV. While requests run, returns False and does nothing, unless they may be preempted."""
         ...
 
     def start_profile(self, folder: str | os.PathLike[str]) -> None:

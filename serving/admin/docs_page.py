@@ -1,4 +1,4 @@
-"""Renders the OpenAPI document as one page of static HTML: no script, and nothing from elsewhere."""
+"""Renders the OpenAPI document as one page of static HTML: no script, and nothing from other hosts."""
 
 import base64
 import hashlib

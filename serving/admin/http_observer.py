@@ -20,7 +20,7 @@ class HTTPObserver:
     """ASGI middleware, the outermost one: every answer gets the header X-Request-Id.
 
     On the routes below /v1/messages it also gets `request-id`, the header that Anthropic's clients read. The class
-    looks at the first message of an answer only. A streamed token costs one more function call.
+    reads only the first message of an answer. A streamed token costs one more function call.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, access_log: bool):
@@ -65,7 +65,7 @@ class HTTPObserver:
             current.reset(token)
 
     def _handler(self, scope: Scope) -> str:
-        """Return the path of the route that answered. There are as many as routes, whatever clients ask for."""
+        """Return the path of the route that answered, so that clients cannot choose labels of metrics."""
         endpoint = scope.get("endpoint")
         if endpoint is None:
             return UNKNOWN

@@ -1,8 +1,8 @@
-"""The text of `/metrics`: an engine's figures under vLLM's names, further ones as `jpaged:`, and the HTTP requests.
+"""The text of `/metrics`: engine metrics under vLLM's names, further ones as `jpaged:`, and HTTP requests.
 
 prometheus_client writes the text. Its own histograms are not used for the engine: there an observation takes 2.4 us,
 in `jpaged.metrics.Histogram` 0.2 us (`benchmarks/host_overhead.py`), and the engine's thread would pay for it. The
-collector here copies the engine's figures when Prometheus asks for them.
+collector here copies the engine's metrics at each scrape.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,10 +40,10 @@ Snapshots = Callable[[], Sequence[EngineMetricsSnapshot | None]]
 
 
 class EngineCollector(Collector):
-    """Turns the figures of engines into prometheus_client's metric families, each time Prometheus asks."""
+    """Converts the metrics of engines to prometheus_client's metric families, at each scrape."""
 
     def __init__(self, snapshots: Snapshots, model_name: str):
-        """snapshots: returns one of each engine; None if they collect no figures."""
+        """snapshots: returns one per engine; None for an engine that collects no metrics."""
         self._snapshots = snapshots
         self._model_name = model_name
 
@@ -52,7 +52,7 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families. Nothing if the engines are closed, or collect no figures."""
+        """Yield all families. Yields nothing if the engines are closed, or collect no metrics."""
         try:
             snapshots = [snapshot for snapshot in self._snapshots() if snapshot is not None]
         except JPagedError:
@@ -93,7 +93,7 @@ class ServerMetrics:
         )  # fmt: skip
 
     def note_request(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered. handler: path of its route."""
+        """Count an answered HTTP request. handler: path of its route."""
         method = method if method in METHODS else "other"  # clients choose it: labels must stay few
         self._requests.labels(handler, method, f"{status // 100}xx").inc()
         self._seconds.labels(handler, method).observe(seconds)
@@ -101,8 +101,8 @@ class ServerMetrics:
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return the text, and its content type. accept: the header of the request. Takes milliseconds.
 
-        OpenMetrics for a client that lists it, else Prometheus' format 0.0.4. The header's versions are not read: both
-        texts suit every version of Prometheus.
+        The format is OpenMetrics if the client lists it, else Prometheus' 0.0.4. The header's versions are not read:
+        both formats suit every version of Prometheus.
         """
         if "application/openmetrics-text" in accept:
             # With its default escaping, prometheus_client 0.26 writes samples' names with underscores for colons.

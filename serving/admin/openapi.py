@@ -53,7 +53,7 @@ class Operation:
 class KeyRules:
     """The keys that paths of an application require.
 
-    needs_api_key: whether the server has API keys. Without any, requests may send one.
+    needs_api_key: the server has API keys. Without any, requests may send one.
     open_paths:    require no key.
     admin_paths:   require an admin key.
     """
@@ -167,7 +167,7 @@ OPERATIONS = {
 
 
 def openapi(routes: Iterable[Any], rules: KeyRules = KeyRules()) -> dict[str, Any]:
-    """Return the document. routes: of the application; those that are not in OPERATIONS have no described bodies."""
+    """Return the document. routes: of the application. Bodies are described only for paths in OPERATIONS."""
     paths: dict[str, Any] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:
@@ -242,7 +242,7 @@ def _responses(path: str, about: Operation) -> dict[str, Any]:
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    """Return the schemas of all bodies. Bodies of requests have no other fields than theirs."""
+    """Return the schemas of all bodies. Bodies of requests allow no additional fields."""
     requests = list(dict.fromkeys(one.request for one in operations if one.request is not None))
     others = [one for about in operations for one in (about.response, *about.events) if one is not None]
     errors = [about.error for about in operations]
@@ -252,7 +252,7 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
         schema = schemas[request.__name__]
         schema["additionalProperties"] = False
         for name, neutral in request.NEUTRAL.items():
-            said = "Not supported yet: only values that ask for nothing are accepted."
+            said = "Not supported yet: only neutral values are accepted."
             schema["properties"][name] = {"enum": [None, *neutral], "description": said}
     return dict(sorted(schemas.items()))
 

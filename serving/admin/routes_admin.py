@@ -1,6 +1,6 @@
 """Routes for the operator of the server. They exist only on a server with an admin key, and require one.
 
-Below /admin, and at the paths that vLLM has. Arguments are query parameters, as vLLM's.
+They are below /admin, and at vLLM's paths. Arguments are query parameters, as in vLLM.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from jpaged.version import __version__
 logger = logging.getLogger("jpaged.serving")
 
 CONFIG_FORMATS = ("text", "json")
-PACKAGES = ("jax", "jaxlib", "numpy", "transformers")  # whose versions `server_info` shows
+PACKAGES = ("jax", "jaxlib", "numpy", "transformers")  # `server_info` shows their versions
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def routes(profile_dir: pathlib.Path | None) -> list[BaseRoute]:
-    """Return the routes. profile_dir: None: without those that record a profile."""
+    """Return the routes. profile_dir: None leaves out the routes that record a profile."""
     post = ["POST"]
     made: list[BaseRoute] = [
         Route(f"{ADMIN}inspect", inspect),
@@ -65,10 +65,7 @@ def routes(profile_dir: pathlib.Path | None) -> list[BaseRoute]:
 
 
 async def inspect(request: Request) -> Response:
-    """Return an engine's state, as `jpaged.EngineSnapshot`. It contains request ids, and no prompts or answers.
-
-    ?engine=1 for the second engine, with data_parallel_size.
-    """
+    """Return an engine's `jpaged.EngineSnapshot`: request ids, no prompts or answers. ?engine=1: the second engine."""
     server: Server = request.app.state.server
     engine = _arguments(request, "engine").get("engine", "0")
     if not (engine.isdecimal() and engine.isascii() and int(engine[:9]) < server.engine.num_engines):
@@ -116,7 +113,7 @@ async def server_info(request: Request) -> Response:
 
 
 async def drain(request: Request) -> Response:
-    """POST: refuse new requests with 503, and let the others finish. DELETE: accept requests again."""
+    """POST: refuse new requests with 503, and finish open ones. DELETE: accept requests again."""
     intake: Intake = request.app.state.intake
     intake.draining = request.method == "POST"
     logger.info("the server %s", "drains: it refuses new requests" if intake.draining else "accepts requests again")
@@ -144,7 +141,7 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
-    """Return whether requests that come now wait."""
+    """Return whether new requests wait."""
     server: Server = request.app.state.server
     return _json(IsPaused(await server.engine.is_paused()))
 
@@ -178,7 +175,7 @@ async def is_sleeping(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached KV. `success` is false while requests run, without reset_running_requests."""
+    """Evict all cached KV. `success` is false while requests run, without reset_running_requests."""
     server: Server = request.app.state.server
     given = _arguments(request, "reset_running_requests")
     running = _boolean(given, "reset_running_requests", default=False)

@@ -1,4 +1,4 @@
-"""GET /metrics, on the server's own port and on a port of its own."""
+"""GET /metrics, on the server's port and on a separate port."""
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool

@@ -30,7 +30,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 while the server is healthy and takes new requests, else 503: it drains, is paused or sleeps."""
+    """Answer 200 while the server is healthy and accepts requests, 503 while it drains, is paused or sleeps."""
     server: Server = request.app.state.server
     if request.app.state.intake.draining or await server.engine.is_paused():
         return Response("no new requests\n", HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"})

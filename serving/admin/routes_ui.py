@@ -83,7 +83,7 @@ class Page:
         return frozenset(route.path for route in self.routes())
 
     def routes(self) -> Iterable[Route]:
-        """The routes; none without files."""
+        """Yield the routes; none without files."""
         if not self.files:
             return
         yield Route("/ui", _to_folder)
@@ -93,7 +93,7 @@ class Page:
 
 
 class BrowserAtRoot:
-    """ASGI middleware that sends a browser from / to the page. Clients that accept no HTML get the answer they had."""
+    """ASGI middleware that sends a browser from / to the page. Clients that accept no HTML get the usual answer."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -109,7 +109,7 @@ class BrowserAtRoot:
 
 
 async def _to_folder(request: Request) -> Response:
-    """Redirect to the folder. The address is relative, so that it is right below any prefix of a proxy."""
+    """Redirect to the folder. The address is relative, so it works with any prefix of a proxy."""
     return Response(status_code=308, headers={"Location": "ui/"})
 
 

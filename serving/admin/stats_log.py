@@ -14,7 +14,7 @@ INTERVAL_SECONDS = 10.0  # as vLLM's
 
 
 class StatsLog:
-    """Compares the engine's counters with those of the last line."""
+    """Compares the engine's counters with their values at the last line."""
 
     def __init__(self, stats: Callable[[], EngineStats]):
         self._stats = stats

@@ -31,7 +31,7 @@ Attributes = dict[str, str | int | float | tuple[str, ...]]
 
 @dataclasses.dataclass(slots=True)
 class _Seen:
-    """Figures of one prompt, from its outputs so far."""
+    """Measurements of one prompt, from its outputs so far."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -54,10 +54,7 @@ class RequestTracer:
     """Sends spans to a collector."""
 
     def __init__(self, endpoint: str, model_name: str):
-        """endpoint: URL of the collector; without a path, `/v1/traces` is added.
-
-        Raises RequestError for a bad URL, or if OpenTelemetry is not installed.
-        """
+        """endpoint: URL, by default with the path /v1/traces. Raises RequestError for a bad URL or no OpenTelemetry."""
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
             raise RequestError(FLAG, endpoint, "must be a URL of OTLP over HTTP, as http://localhost:4318/v1/traces")
@@ -108,7 +105,7 @@ class RequestTracer:
 
 
 class _TracedEngine:
-    """An engine client that records a span for each prompt. Everything else is the engine's."""
+    """An engine client that records a span for each prompt. All other methods are the engine's."""
 
     def __init__(self, engine: EngineClient, tracer: RequestTracer):
         self._engine = engine

@@ -71,12 +71,12 @@ class _Done(msgspec.Struct):
 
     @property
     def failed(self) -> bool:
-        """Whether the answer is an error."""
+        """True if the answer is an error."""
         return self.response.status_code >= HTTPStatus.BAD_REQUEST
 
 
 class _Detached(msgspec.Struct):
-    """Fields of a body that a batch cannot have: the answer would not be whole."""
+    """Fields that a body in a batch cannot have, because a batch has whole answers."""
 
     stream: Any = None
     background: Any = None
@@ -91,10 +91,7 @@ class BatchFileError(JPagedError):
 
 
 def read_requests(path: pathlib.Path, done: Collection[str] = ()) -> Iterator[BatchRequest]:
-    """Yield the requests of an input file whose custom_id is not in `done`. Blank lines are skipped.
-
-    Raises BatchFileError with the number of a line that is not a batch request.
-    """
+    """Yield the requests whose custom_id is not in `done`. Raises BatchFileError with the number of a bad line."""
     for number, line in _lines(path):
         request = _parse(path, number, line)
         if request.custom_id not in done:
@@ -104,12 +101,11 @@ def read_requests(path: pathlib.Path, done: Collection[str] = ()) -> Iterator[Ba
 def check_requests(path: pathlib.Path, *, url: str | None = None, most: int | None = None) -> set[str]:
     """Check every line of an input file, and return the custom_ids.
 
-    url:  that all lines must have. None: any.
-    most: requests of a file, which may have as many blank lines. Its lines have at most MAX_LINE bytes. None: no
-          limits.
+    url:  of all lines. None: any.
+    most: maximum number of requests. The limit of lines is twice this, of MAX_LINE bytes each. None: no limits.
 
-    Raises BatchFileError with the number of the first wrong line, before anything runs. What a line asks for may still
-    be wrong: its answer is an error then.
+    Raises BatchFileError with the number of the first wrong line, before anything runs. A body may still be wrong: its
+    answer is then an error.
     """
     seen: dict[str, int] = {}
     for number, line in _lines(path, most=None if most is None else 2 * most):
@@ -137,7 +133,7 @@ def check_requests(path: pathlib.Path, *, url: str | None = None, most: int | No
 
 
 def _lines(path: pathlib.Path, *, most: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file that are not blank, with their numbers. most: lines. Then they have MAX_LINE bytes."""
+    """Yield numbers and bytes of non-blank lines. most: maximum of lines, of MAX_LINE bytes each; None: no limits."""
     longest = -1 if most is None else MAX_LINE + 1
     try:
         with path.open("rb", buffering=2**20) as file:
@@ -165,7 +161,7 @@ class ResultFile:
     """The output file of a batch, open for appending. Make it with `open_results`."""
 
     path: pathlib.Path
-    done: set[str]  # custom_ids of the lines that are there
+    done: set[str]  # custom_ids of its complete lines
     failed: int     # lines that are errors
     size: int       # bytes of complete lines
     _file: int      # descriptor
@@ -196,8 +192,8 @@ class ResultFile:
 def open_results(path: pathlib.Path, expected: Collection[str]) -> Generator[ResultFile]:
     """Open an output file to continue it, or a new one.
 
-    expected: custom_ids of the input file. An incomplete last line is cut off. Raises BatchFileError if the file has
-    a line that is not an answer to one of these requests, or two answers to one, or if another process writes it.
+    expected: custom_ids of the input file. An incomplete last line is cut off. Raises BatchFileError for a line that
+    answers none of these requests, for a second answer to a request, or if another process writes the file.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -236,7 +232,7 @@ def _read_finished(results: ResultFile, expected: Collection[str]) -> None:
 
 
 def split_results(path: pathlib.Path, answers: pathlib.Path, errors: pathlib.Path) -> None:
-    """Copy the lines of an output file that are answers to one file, and those that are errors to another."""
+    """Split the lines of an output file into a file of answers and a file of errors."""
     with answers.open("wb") as right, errors.open("wb") as wrong:
         for _, line in _lines(path):
             (wrong if msgspec.json.decode(line, type=_Done).failed else right).write(line)

@@ -2,8 +2,8 @@
 
 1. `create` writes the batch's record, `batches/ID.json`, and the worker takes the batches in their order.
 2. Every line of the input file is checked. A wrong one ends the batch with the status `failed`.
-3. Each answer is appended to `batches/ID.jsonl`, the record of what is done. After a restart the other lines run.
-4. At the end its lines become the output file and the error file, whose ids the record has had from the beginning.
+3. Each answer is appended to `batches/ID.jsonl`, the record of what is done. After a restart only the other lines run.
+4. At the end, its lines become the output file and the error file. The record has their ids from the beginning.
 
 Requests of clients come first. A line starts only when no request waits for the engine. While requests of clients are
 open, the lines have at most half of the engine's rows.
@@ -42,10 +42,10 @@ logger = logging.getLogger("jpaged.serving")
 MAX_REQUESTS = 50_000    # lines of a batch, as in OpenAI's API
 MAX_BATCHES = 1_000      # records. The oldest one that has ended is dropped for a new one
 MAX_UNFINISHED = 100     # batches that run or wait
-TURN_SECONDS = 0.02      # between two looks at the engine's queue
+TURN_SECONDS = 0.02      # between two checks of the engine's queue
 ATTEMPTS = 3             # of a line whose answer has a status of 500 or above
 ATTEMPT_SECONDS = 1.0    # between two attempts
-HEALTH_SECONDS = 60      # until an answer with such a status counts although the engine is not healthy
+HEALTH_SECONDS = 60      # maximum wait for a healthy engine, before such an answer counts
 RETRY_SECONDS = 10.0     # after an error of the engine, or on a full disk, until the batch goes on
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
@@ -64,7 +64,7 @@ class _StorageFull(Exception):
 
 
 class BatchJobs:
-    """The batches of all keys. Batches of other keys do not exist for a key."""
+    """The batches of all keys. A key can use only its own batches."""
 
     def __init__(self, files: FileStore, app: Starlette, server: Server, intake: Intake):
         """app: runs the lines. It requires no keys."""
@@ -86,7 +86,7 @@ class BatchJobs:
         self._answering: asyncio.Task[int] | None = None  # of the current job
 
     def start(self) -> None:
-        """Run what is not finished, in a task of the running event loop."""
+        """Run unfinished batches, in a task of the running event loop."""
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
 
@@ -99,10 +99,7 @@ class BatchJobs:
         self._files.close()
 
     async def create(self, owner: bytes, body: CreateBatch) -> BatchObject:
-        """Make a batch, which runs after those that came before.
-
-        Raises RequestError, CapacityError for too many batches, or APIError if its files do not fit into the folder.
-        """
+        """Queue a new batch. Raises RequestError, CapacityError for too many batches, APIError if files do not fit."""
         if body.endpoint not in (urls := batch_urls(self._app)):
             raise RequestError("endpoint", body.endpoint, f"must be one of {', '.join(sorted(urls))}")
         try:
@@ -142,7 +139,7 @@ class BatchJobs:
         return [job.batch for job in self._jobs.values() if job.owner == owner.hex()]
 
     async def cancel(self, owner: bytes, batch_id: str) -> BatchObject:
-        """Cancel a batch. Answers that are there become its output. Raises APIError 409 if it has ended."""
+        """Cancel a batch. Its finished answers become its output. Raises APIError 409 if it has ended."""
         batch = self.find(owner, batch_id)
         if batch.status in ENDED:
             message = f"the batch is {batch.status}: only one that has not ended can be cancelled"
@@ -209,7 +206,7 @@ class BatchJobs:
             try:
                 await self._finish(job, failure)
                 return
-            except OSError as error:  # no line runs again for it
+            except OSError as error:  # retried here, so that no line runs again
                 if not is_full(error):
                     raise
                 logger.warning("%s waits for room on the disk", batch.id)
@@ -218,7 +215,7 @@ class BatchJobs:
     async def _answer_lines(
         self, job: _Job, source: pathlib.Path, results: ResultFile, update: Callable[[int], None]
     ) -> BatchError | None:
-        """Answer the lines that have no answer. Returns why the batch has failed; None if all ended, or a cancel."""
+        """Answer the lines without an answer. Returns the error of a failed batch, or None."""
         requests = read_requests(source, frozenset(results.done))
         work = run_requests(self._ask, requests, results, max_inflight=self._num_rows, update=update)
         self._answering = asyncio.create_task(work)
@@ -236,7 +233,7 @@ class BatchJobs:
         return None
 
     async def _ask(self, request: BatchRequest) -> tuple[int, str, bytes]:
-        """Run a line when it has its turn, and again if the server failed on it."""
+        """Run a line when it may start, and again if the server failed on it."""
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(ATTEMPT_SECONDS)
@@ -252,10 +249,7 @@ class BatchJobs:
         return answered
 
     async def _healthy(self) -> None:
-        """Wait until the engine is healthy, up to HEALTH_SECONDS.
-
-        If the engine has ended, the process ends before. Then the line has no answer, and runs after the next start.
-        """
+        """Wait up to HEALTH_SECONDS for a healthy engine. If it is dead, the process ends; a restart runs the line."""
         for _ in range(HEALTH_SECONDS):
             try:
                 await self._server.engine.check_health()
@@ -264,7 +258,7 @@ class BatchJobs:
                 await asyncio.sleep(1.0)
 
     async def _turn(self) -> None:
-        """Wait until a line may start, and count it. One line at a time looks at the queue: there are many."""
+        """Wait until a line may start, and count it. Only one of the many lines checks the queue at a time."""
         async with self._turns:
             while self._must_wait():  # noqa: ASYNC110 - the engine has no event for it
                 await asyncio.sleep(TURN_SECONDS)
@@ -306,7 +300,7 @@ class BatchJobs:
         counts = batch.request_counts
         try:
             await asyncio.to_thread(split_results, path, answers, errors)
-        except OSError:  # no room for a copy: all lines are in the output file
+        except OSError:  # no room for copies: the output file has all lines
             answers.unlink(missing_ok=True)
             errors.unlink(missing_ok=True)
             answers = path
@@ -325,7 +319,7 @@ class BatchJobs:
         else:
             ended = msgspec.structs.replace(batch, status="completed", completed_at=now)
         await self._save(msgspec.structs.replace(job, batch=ended))
-        job.batch = ended  # not before: no client sees an end that has no record
+        job.batch = ended  # after its record is saved, so that no client sees an end without one
         for made in (path, answers, errors):
             made.unlink(missing_ok=True)
 

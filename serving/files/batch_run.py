@@ -14,11 +14,11 @@ from starlette.types import Message
 from jpaged.serving.files.batch_files import BatchRequest, BatchResult, ResultFile
 from jpaged.serving.web.error_responses import APIError, error_body
 
-SYNC_SECONDS = 1.0  # between two times that the output file is written to the disk
+SYNC_SECONDS = 1.0  # between two syncs of the output file to the disk
 
 
 def batch_urls(app: Starlette) -> frozenset[str]:
-    """Return the paths that a batch may use: those of routes that only take a POST."""
+    """Return the paths that a batch may use: of POST routes without path parameters."""
     routes = (route for route in app.routes if isinstance(route, Route))
     return frozenset(route.path for route in routes if route.methods == {"POST"} and "{" not in route.path)
 
@@ -31,19 +31,19 @@ async def run_requests(
     max_inflight: int,
     update: Callable[[int], None],
 ) -> int:
-    """Run requests, at most `max_inflight` at a time, and append each answer when it is complete.
+    """Run requests, at most `max_inflight` at a time. Append each complete answer. Returns the number of errors.
 
     ask:    runs one request, as `answer` does.
-    update: called with the status of each answer. Returns the number of answers that are errors. Raises BatchFileError
-    if an answer cannot be written; the requests that still run are aborted.
+    update: called with the status of each answer.
+    Raises BatchFileError if an answer cannot be written; the requests that still run are aborted.
     """
     failed = 0
     synced = time.monotonic()
     reading = asyncio.Lock()
 
     async def following() -> BatchRequest | None:
-        # All workers take from one iterator, so the file is read as it is needed. A line may have megabytes, and follow
-        # thousands that are done: other requests must not wait for it.
+        # All workers share one iterator, so the file is read as needed. A thread reads it, because the next line may
+        # have megabytes, or follow thousands of answered ones.
         async with reading:
             return await asyncio.to_thread(lambda: next(requests, None))
 

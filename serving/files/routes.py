@@ -27,7 +27,7 @@ MAX_FILES, MAX_BATCHES = 10_000, 100  # of a page, as in OpenAI's API
 
 
 async def upload(request: Request) -> Response:
-    """Keep a file of requests for a batch."""
+    """Store a file of requests for a batch."""
     store: FileStore = request.app.state.files
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
@@ -123,7 +123,7 @@ async def retrieve_batch(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Cancel a batch. The answers that it has become its output file."""
+    """Cancel a batch. Its finished answers become its output file."""
     batches: BatchJobs = request.app.state.batches
     return _json(await batches.cancel(request.scope.get(OWNER, b""), request.path_params["batch_id"]))
 
@@ -156,7 +156,7 @@ def _query(request: Request, *known: str) -> dict[str, str]:
 def _page(
     kind: Callable[..., Any], oldest_first: Sequence[T], given: dict[str, str], default: int, most: int
 ) -> msgspec.Struct:
-    """Return a page. given: after, limit and order."""
+    """Return a page. given: the query's after, limit and order."""
     page, has_more = PageQuery.read(given, default, most).cut(oldest_first, lambda item: item.id, "one in this list")
     return kind(
         data=page, first_id=page[0].id if page else None, last_id=page[-1].id if page else None, has_more=has_more

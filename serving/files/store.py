@@ -31,10 +31,7 @@ _LEFT_OVER = re.compile(r"file-[0-9a-f]{48}(\.part|\.tmp)?")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileLimits:
-    """Limits of the files of all keys together.
-
-    max_file_bytes: of one upload: OpenAI's limit for batches.
-    """
+    """Limits of the files of all keys together. max_file_bytes: of one upload, as OpenAI's limit for batches."""
 
     max_files: int = 1_000
     max_bytes: int = 16 * 2**30
@@ -49,7 +46,7 @@ class _Record(msgspec.Struct):
 
 
 class FileStore:
-    """The files of a folder. Files of other keys do not exist for a key. One server uses a folder at a time.
+    """The files of a folder. A key can use only its own files. One server uses a folder at a time.
 
     The folder has `files/ID` with the bytes, `files/ID.json` with the description, and `batches` (see `BatchJobs`).
     """
@@ -72,7 +69,7 @@ class FileStore:
         self._records = {
             file_id: record for file_id, record in load(self._folder, _Record).items() if self.path(file_id).exists()
         }
-        for path in self._folder.glob("file-*"):  # of uploads that were cut off; not of a record that cannot be read
+        for path in self._folder.glob("file-*"):  # interrupted uploads, but no file with an unreadable record
             if _LEFT_OVER.fullmatch(path.name) and (path.suffix or not path.with_suffix(".json").exists()):
                 path.unlink()
         self.num_bytes = sum(record.file.bytes for record in self._records.values())  # of whole files
@@ -115,22 +112,19 @@ class FileStore:
             return Upload(self, self._folder)
 
     def check_number(self) -> None:
-        """Raise APIError if there are as many files as the server keeps."""
+        """Raise APIError if the server has `max_files` files."""
         if len(self._records) + self.num_receiving >= self.limits.max_files:
             raise _full(f"the server keeps at most {self.limits.max_files:,} files")
 
     def check_room(self, size: int) -> None:
-        """Raise APIError if files of `size` bytes do not fit next to those that are there."""
+        """Raise APIError if files of `size` bytes do not fit into the folder's limit."""
         if self.num_bytes + self.bytes_received + size > self.limits.max_bytes:
             raise _full(f"the server keeps at most {self.limits.max_bytes:,} bytes of files")
 
     async def add(
         self, owner: str, file_id: str, made: pathlib.Path, filename: str, purpose: Literal["batch", "batch_output"]
     ) -> FileObject:
-        """Move a file into the store. It replaces a file of that id.
-
-        owner: in hexadecimal digits. Raises OSError if the disk is full. Then the file stays where it was.
-        """
+        """Move a file to the store, over one with its id. owner: in hex. An OSError (full disk) leaves it in place."""
         file = FileObject(id=file_id, bytes=0, created_at=int(time.time()), filename=filename, purpose=purpose)
         record = _Record(owner, file)
         await asyncio.to_thread(self._move, made, record)
@@ -220,7 +214,7 @@ def save(path: pathlib.Path, record: msgspec.Struct) -> None:
 
 
 def load(folder: pathlib.Path, kind: type[T]) -> dict[str, T]:
-    """Return the structs that `save` has written into a folder, by name, oldest first. Others are logged."""
+    """Return the structs that `save` has written into a folder, by name, oldest first. Unreadable ones are logged."""
     found: list[tuple[float, str, T]] = []
     for path in folder.glob("*.json"):
         try:
@@ -242,7 +236,7 @@ def disk_errors() -> Generator[None]:
 
 
 def is_full(error: OSError) -> bool:
-    """True if the error says that the disk is full."""
+    """Return True if the error says that the disk is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

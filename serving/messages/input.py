@@ -32,7 +32,7 @@ from jpaged.serving.schemas.requests import (
 from jpaged.serving.schemas.typed_items import convert, read_item
 from jpaged.serving.server_state import Server
 
-# From the names of the chat request to those of the body. The first match applies.
+# Parameter names of the chat request -> names of the body. The first match applies.
 RENAMES = (
     (r"^prompt(_token_ids)?$", "messages"),
     (r"^(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
@@ -157,7 +157,7 @@ def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _template_kwargs(server: Server, body: CountTokensRequest) -> dict[str, Any] | None:
-    """Return the template's variables: the request's, and the switch of the thinking if the template has one."""
+    """Return the request's template variables, and the template's thinking switch if it has one."""
     if body.thinking is None:
         return body.chat_template_kwargs
     wanted = body.thinking.type != "disabled"

@@ -1,6 +1,5 @@
 """Anthropic's API: POST /v1/messages and /v1/messages/count_tokens."""
 
-
 import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request

@@ -29,7 +29,7 @@ from jpaged.serving.schemas.typed_items import read_item
 
 Item = dict[str, Any]  # an item of the API as JSON: it is stored, listed and rendered in this form
 
-# From the names of the chat request to those of the body. The first match applies.
+# Parameter names of the chat request -> names of the body. The first match applies.
 RENAMES = (
     (r"^messages\b.*", "input"),
     (r"^prompt(_token_ids)?$", "input"),
@@ -75,7 +75,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         **{name: getattr(body, name) for name in _COPIED},
     )
     chat.max_tokens = body.max_output_tokens
-    # The engine returns the first token when there is one: the status of a response in the background changes then.
+    # Stream also in the background, because the first token changes the response's status.
     chat.stream = bool(body.stream or body.background)
     return chat
 

@@ -12,10 +12,7 @@ from jpaged.serving.schemas.responses_answers import EMPTY, EventLogprob
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedToken:
-    """The log-probabilities of one token as JSON: without bytes for events, and with bytes for items.
-
-    start: number of characters of the answer before the token.
-    """
+    """One token's log-probabilities as JSON: without bytes for events, with bytes for items. start: its text offset."""
 
     start: int
     in_event: bytes
@@ -23,12 +20,12 @@ class EncodedToken:
 
 
 class WaitingTokens:
-    """Tokens that were generated, and whose text the parser has not returned yet. top: most likely tokens to show."""
+    """Generated tokens whose text the parser has not returned yet. top: number of most likely tokens to show."""
 
     def __init__(self, top: int):
         self._top = top
-        self._text = ""   # that the parser has received and not returned
-        self._start = 0   # characters of the answer before it
+        self._text = ""   # received by the parser, and not yet returned
+        self._start = 0   # characters of the answer before `_text`
         self._tokens: list[EncodedToken] = []
 
     def add(self, new: Update) -> None:
@@ -42,7 +39,7 @@ class WaitingTokens:
             self._tokens.append(EncodedToken(start, msgspec.json.encode(short), msgspec.json.encode(one)))
 
     def take(self, text: str) -> list[EncodedToken]:
-        """Remove and return the tokens of a text that the parser returned. Tokens before it, of tags, are dropped."""
+        """Remove and return the tokens of a text that the parser returned. Earlier tokens, of tags, are dropped."""
         place = max(self._text.find(text), 0)
         begin, end = self._start + place, self._start + place + len(text)
         taken = [token for token in self._tokens if begin <= token.start < end]

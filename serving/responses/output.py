@@ -31,7 +31,7 @@ _PREFIXES = {"output_text": "msg", "reasoning_text": "rs", "function_call_argume
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _OpenItem:
-    """An item that is being generated. kind: the name of its text in events."""
+    """An item that is being generated. kind: its text's name in the types of events."""
 
     kind: str
     index: int

@@ -48,12 +48,12 @@ from jpaged.serving.web.sse import Framing, open_stream, typed_event
 
 MAX_DIGITS = 10  # of a sequence number in a query
 MAX_PAGE = 100  # input items, as in OpenAI's API
-ADMITTED_SECONDS = 1.0  # a request in the background waits this long, at most, for the engine's queue
+ADMITTED_SECONDS = 1.0  # maximum wait until the engine's queue accepts a background request
 LOGPROBS = "message.output_text.logprobs"
 
 
 async def create(request: Request) -> Response:
-    """Answer a conversation of items, or text."""
+    """Answer text, or a conversation of items."""
     server: Server = request.app.state.server
     store: ResponseStore = request.app.state.responses
     body = await read_body(request, ResponsesRequest)
@@ -76,7 +76,7 @@ async def create(request: Request) -> Response:
 
 
 async def retrieve(request: Request) -> Response:
-    """Return a stored response. stream=true: the events of one in the background, those after `starting_after`."""
+    """Return a stored response. stream=true: the events of a background response, after `starting_after`."""
     _refuse_include(request)
     query = request.query_params
     stream, after = query.get("stream", "false"), query.get("starting_after")
@@ -102,7 +102,7 @@ async def count_input(request: Request) -> Response:
     server.model_name(body.model)
     check_fields(body)
     earlier = _earlier(request.app.state.responses, request.scope.get(OWNER, b""), body.previous_response_id)
-    length = int(request.headers.get("content-length") or 2**24)  # of the body: about that of its texts
+    length = int(request.headers.get("content-length") or 2**24)  # of the body, close to the length of its texts
     length += 0 if earlier is None else earlier.size
     with renamed(RENAMES):
         work = server.tokenising.run(length, lambda _: _num_input_tokens(server, body, earlier))
@@ -130,7 +130,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def list_input(request: Request) -> Response:
-    """Return a page of the input items of a stored response, those of earlier responses included."""
+    """Return a page of the input items of a stored response, with those of earlier responses."""
     _refuse_include(request)
     query = PageQuery.read(request.query_params, 20, MAX_PAGE)
     stored = _found(request)
@@ -163,7 +163,7 @@ def _earlier(store: ResponseStore, owner: bytes, response_id: str | None) -> Sto
 
 
 def _prepared(server: Server, body: ResponsesRequest, model: str, earlier: StoredResponse | None) -> ResponseRun:
-    """Do the work that grows with the body and the conversation: runs in a thread. Raises RequestError."""
+    """Render a request. Takes time that grows with the conversation: run it in a thread. Raises RequestError."""
     items = _conversation(body, earlier)
     top = (body.top_logprobs or 0) if body.top_logprobs or LOGPROBS in (body.include or ()) else None
     chat = chat_request(body, items)
@@ -241,8 +241,8 @@ async def _start(
 ) -> Response:
     """Start a response in the background, and return it with the status `queued`. stream: return its events.
 
-    Raises the error of a request that the engine refuses, such as CapacityError for a full queue. A request may wait
-    longer than `ADMITTED_SECONDS` for its grammar or for programs. Then it is returned, and shows its error later.
+    Raises the error of a request that the engine refuses, such as CapacityError for a full queue. If the engine takes
+    longer than `ADMITTED_SECONDS`, to compile a grammar or programs, the stored response shows the error later.
     """
     queued = run.stored()
     first, queued.events = queued.response, EventLog()

@@ -32,8 +32,8 @@ from jpaged.serving.web.error_responses import error_body
 class ResponseRun:
     """One response that is generated.
 
-    shown:        the response as it is shown before it runs.
-    conversation: its input items as JSON, those of earlier responses included.
+    shown:        the response as clients see it, updated while it runs.
+    conversation: its input items as JSON, with those of earlier responses.
     encoded:      the response as JSON when it has ended; None before.
     """
 
@@ -44,10 +44,7 @@ class ResponseRun:
     encoded: bytes | None = None
 
     async def events(self, on_admitted: Callable[[], None] | None = None) -> AsyncGenerator[Event, None]:
-        """Generate the response, and yield the events of its stream. In the background, it is `queued` first.
-
-        on_admitted: called when the engine's queue has accepted the request.
-        """
+        """Generate the response, and yield its stream's events. on_admitted: called when the engine has queued it."""
         progress = generation.Progress()
         started = False
         if self.shown.background:

@@ -1,4 +1,4 @@
-"""Responses that clients may retrieve, and those that run in the background. They are in memory only."""
+"""Stored responses, and responses that run in the background. They are in memory only."""
 
 import asyncio
 import dataclasses
@@ -12,7 +12,7 @@ from jpaged.serving.web.error_responses import APIError
 
 # A conversation of 8,192 tokens has about 64 KiB of JSON, so this is enough for about 4,000 of them.
 MAX_BYTES = 256 * 2**20
-MAX_RESPONSES = 16_384  # an entry takes about 1 KiB besides its JSON: 16 MiB for all
+MAX_RESPONSES = 16_384  # an entry takes about 1 KiB in addition to its JSON: 16 MiB for all
 MAX_RUNNING = 256  # responses in the background: the default number of rows of an engine
 
 
@@ -62,7 +62,7 @@ class StoredResponse:
     """A response as JSON.
 
     response:     the object that clients retrieve.
-    conversation: a list of all input items, those of earlier responses included.
+    conversation: a list of all input items, with those of earlier responses.
     events:       of a response in the background; None for others.
     task:         generates the response in the background; None if there is none, or it has ended.
     """
@@ -130,7 +130,7 @@ class ResponseStore:
         stored.task = asyncio.create_task(work)
 
     def forget(self, owner: bytes, response_id: str) -> None:
-        """Remove a response that `start` began, and whose request was refused."""
+        """Remove a background response whose request the engine refused."""
         del self._running[owner, response_id]
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse:
