@@ -1,7 +1,7 @@
 """`EngineArguments`: the engine options that `LLM`, `AsyncLLM` and `generate` take as keywords, for type checkers.
 
-A type checker refuses a misspelt option. tests/llm/test_typed_doors.py compares the names and types with
-`EngineConfig`, whose docstrings say what each option does.
+A type checker refuses a misspelt option. The docstrings of `EngineConfig` describe the options.
+tools/write_engine_arguments.py writes this file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,6 +56,7 @@ class EngineArguments(TypedDict, total=False):
     gated_dot_implementation: str | None
     mask_unknown_tokens: bool
     trust_remote_code: bool
+    disable_log_stats: bool
     max_logprobs: int
     logprobs_mode: str
     max_grammar_bytes: int
@@ -68,10 +69,9 @@ class EngineArguments(TypedDict, total=False):
     compilation_cache_dir: str | None
     row_buckets: Sequence[int] | None
     token_buckets: Sequence[int] | None
-    disable_log_stats: bool
     logits_processors: Sequence[Any]
 
-    # vLLM's names of max_queued_requests, max_queued_tokens and swap_space.
+    # vLLM's names of max_queued_requests, max_queued_tokens, swap_space.
     max_num_queued_reqs: int | None
     max_num_queued_tokens: int | None
     kv_offloading_size: float | None
