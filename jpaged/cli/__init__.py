@@ -1,4 +1,4 @@
-"""The command line. A command is a dataclass in a file of its name: the fields are the flags, `run()` does the work.
+"""The command line. Each command is a dataclass in its own file. Its fields are the flags, and `run()` does the work.
 
 `--help` must be fast, so this package imports no jax at its top level. Each `run()` imports what it needs.
 
@@ -28,10 +28,7 @@ a YAML file, and whole numbers may have a unit: 32k is 32,000, and 32K is 32,768
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line. Returns the exit status: 2 after an error, whose message says what to change.
-
-    Logging stays as the caller set it: `console` sets it for the process.
-    """
+    """Run one command line. Returns the exit status: 2 after an error, 130 after Ctrl-C. `console` sets up logging."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args in (["--version"], ["-V"]):
         from jpaged.version import __version__
@@ -43,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] == "serve" and ("--log-format=json" in args or ("--log-format", "json") in itertools.pairwise(args)):
         from jpaged.serving.web.log_format import use_format
 
-        use_format("json")  # now, for warnings about flags
+        use_format("json")  # before parsing, which may log warnings about flags
     try:
         return parse(args).run()
     except JPagedError as error:
@@ -67,19 +64,19 @@ def console() -> None:
     """Run the command line with its log on stderr, and exit. Entry point of the script `jpaged`."""
     _log_to_stderr()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A script that starts a command with `&` starts it with SIGINT ignored. `kill -INT` interrupts it all the same.
+        # A shell script starts `command &` with SIGINT ignored. `kill -INT` must still interrupt the command.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if {"-h", "--help"} & set(sys.argv):
-        # tyro puts groups next to each other on a wider screen: then the first ones are not at the top.
+        # On a screen wider than 120 columns tyro puts groups side by side, and the first group is not at the top.
         os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, 120))
         if hasattr(signal, "SIGPIPE"):
-            # `jpaged serve --help | head` ends without a traceback. Other commands would die of any closed socket.
+            # `jpaged serve --help | head` must end without a traceback. Without --help, a closed socket would end us.
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())
 
 
 def _log_to_stderr() -> None:
-    """Log the engine's messages, and the warnings of other libraries."""
+    """Log jpaged's messages from INFO, and those of other libraries from WARNING."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     for name in ("jpaged", "pallas_kernels"):
         logging.getLogger(name).setLevel(logging.INFO)
@@ -113,7 +110,7 @@ _CLASSES = {
 def parse(args: Sequence[str]) -> Any:
     """Return the command of an argument list. Exits with a message, as argparse does, if the arguments are wrong.
 
-    Only the module of the command is imported. Raises RequestError for a flag of vLLM that is not supported yet.
+    Imports only the command's module. Raises RequestError for a bad --config file, or for an unsupported flag of vLLM.
     """
     args = list(args)
     if args and not args[0].startswith("-") and args[0] not in COMMANDS:
@@ -141,9 +138,8 @@ def parse(args: Sequence[str]) -> Any:
     with_engine = "engine" in command.__annotations__ and command.__name__ != "Inspect"
     flags_of = grouped(command) if with_engine else command
     read = functools.partial(tyro.cli, flags_of, prog=f"jpaged {name}", config=config)
-    # Prompts may come before and after flags (`generate demo --max-tokens 8 "def f"`). After a bare -- they may begin
-    # with a dash. A parser like argparse accepts only one run of positional arguments and reports the others as
-    # unknown: here the unknown ones become prompts.
+    # Prompts may follow flags: `generate demo --max-tokens 8 "def f"`. tyro reports them as unknown arguments, because
+    # it accepts one run of positional arguments only. Prompts after a bare -- may begin with a dash.
     end = args.index("--") if "--" in args else len(args)
     flags, words = args[:end], args[end + 1 :]
     found, rest = read(args=flags, return_unknown_args=True)
@@ -155,7 +151,7 @@ def parse(args: Sequence[str]) -> Any:
 
 
 def _no_command(kind: str, word: str, known: Sequence[str]) -> NoReturn:
-    """Print the error of a word that names no command, and exit."""
+    """Print the error for an unknown command, and exit with status 2."""
     close = difflib.get_close_matches(word, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     print(f"jpaged: there is no {kind} {word!r}; {hint}There are {', '.join(known)}", file=sys.stderr)
@@ -163,7 +159,7 @@ def _no_command(kind: str, word: str, known: Sequence[str]) -> NoReturn:
 
 
 def _command_of(name: str) -> Any:
-    """Import the class of a command. None: the words name no single command."""
+    """Import the class of a command. None: `name` is not one command, such as `bench` without a benchmark."""
     if name not in _CLASSES:
         return None
     module, _, kind = _CLASSES[name].rpartition(".")
@@ -171,7 +167,7 @@ def _command_of(name: str) -> Any:
 
 
 def _all_commands() -> Any:
-    """The union of all commands, for the help that lists them."""
+    """Union of all commands, for the help that lists them."""
     import tyro
 
     from jpaged.cli.bench.command import Bench

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HELP = "/clear forgets the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 DEMO = "The demo model continues Python code and is not trained to chat: expect code, not answers."
-NO_TEMPLATE = "This model has no chat template: it gets a plain transcript, and may also write your part of it."
+NO_TEMPLATE = "This model has no chat template: it continues a plain transcript of User: and Assistant: lines."
 
 OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
@@ -65,10 +65,10 @@ class Chat:
     """Sample only from tokens with at least this fraction of the highest probability. 0: from all tokens."""
 
     max_tokens: OptionalInt = None
-    """Maximum number of tokens of an answer. Default: until max_model_len is reached."""
+    """Maximum number of tokens of an answer. Default: up to max_model_len."""
 
     chat_template: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """File with a Jinja chat template, in place of the model's own."""
+    """File with a Jinja chat template that replaces the model's own."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
@@ -116,14 +116,14 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all messages but the system prompt."""
+        """Forget all messages except the system prompt."""
         self.messages = list(self._opening)
 
     def answer(self, text: str) -> Generator[str]:
-        """Yield the answer to `text` in pieces as they come.
+        """Yield the answer to `text` in pieces. Closing the generator stops the answer.
 
-        Both messages join the conversation; of a stopped answer, the pieces so far. Raises RequestError if the
-        conversation is too long; then `text` does not join it.
+        `text` and the answer so far are then appended to the messages. Raises RequestError if the conversation is too
+        long, and appends nothing.
         """
         prompt = self._prompt([*self.messages, {"role": "user", "content": text}])
         said = ""
@@ -133,7 +133,7 @@ class Conversation:
                     whole = output.outputs[0].text
                     end = len(whole) if self.templated else whole.find("\nUser:")
                     if end < 0:
-                        # In a plain transcript, the answer ends where the model begins to write the user's part.
+                        # A plain answer ends at "\nUser:". Unfinished text is held back, as it may end in a part of it.
                         end = len(whole) if output.finished else max(len(said), len(whole) - len("\nUser:"))
                     piece, said = whole[len(said) : end], whole[:end]
                     yield piece
@@ -151,7 +151,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the user's lines: with line editing on a terminal, else from standard input."""
+    """Yield the user's lines from a terminal, with line editing, or from standard input."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -18,8 +18,8 @@ from jpaged.errors import RequestError
 class Convert:
     """Convert a model into a folder with an Orbax checkpoint, or back into Hugging Face files.
 
-    Every command accepts the folder as MODEL. Its weights are stored fused, as the engine uses them, so that each of
-    several processes can read only its own part.
+    Every command accepts the folder as MODEL. Its weights are stored in the engine's fused layout, so that each process
+    of an engine reads only its own part.
 
     Example: jpaged convert Qwen/Qwen3-0.6B qwen3 && jpaged serve qwen3
 
@@ -33,23 +33,22 @@ class Convert:
     """Folder to write. It must be new or empty."""
 
     to: Literal["orbax", "hf"] = "orbax"
-    """orbax: convert a model into an Orbax checkpoint. hf: restore the Hugging Face files from one. They have the same
-    bytes as the original files, unless --dtype changed the weights."""
+    """orbax: convert a model into an Orbax checkpoint. hf: restore the Hugging Face files from one. They have the
+    original bytes, unless the conversion rounded or unpacked the weights."""
 
     dtype: str = "auto"
-    """Type of the weights: auto, bfloat16, float16 or float32. auto is the checkpoint's own type, on every device."""
+    """dtype of the weights: auto, bfloat16, float16 or float32. auto: the checkpoint's own dtype."""
 
     revision: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
     """Branch, tag or commit of a hub id. Default: the main branch."""
 
     def run(self) -> int:
-        """Convert, and print what was written."""
         for name, default in (("dtype", "auto"), ("revision", None)):
             if self.to == "hf" and getattr(self, name) != default:
                 raise RequestError(name, getattr(self, name), "has no meaning with --to hf: leave it out")
         import jax
 
-        # Conversion needs no accelerator. Orbax would start one, which takes its memory.
+        # Conversion needs no accelerator. Orbax would start it and occupy its memory.
         jax.config.update("jax_platforms", "cpu")
         from jpaged.loading.convert import convert, export
 

@@ -1,4 +1,4 @@
-"""`jpaged generate`: completes prompts, and prints each answer when it is finished.
+"""`jpaged generate`: completes prompts, and prints each finished answer.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -34,8 +34,8 @@ class Generate(SamplingFlags):
     words: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL] [PROMPT ...]", help_behavior_hint="")
     ] = ()
-    """The model (unless --model names it), then prompts. Prompts after a bare -- may begin with a dash. Default:
-    six beginnings of Python code as prompts, each answer ending with its function or class."""
+    """The model (unless --model names it), then prompts. Prompts after a bare -- may begin with a dash. Default: six
+    prompts of Python code. Each answer then ends after one function or class."""
 
     output_json: OutputJson = None
     """Write prompts, answers and statistics to this file, as JSON."""
@@ -43,11 +43,10 @@ class Generate(SamplingFlags):
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def with_more_words(self, words: list[str]) -> "Generate":
-        """Return a copy with more positional arguments, which came after a flag."""
+        """Return a copy with these words appended to `words`."""
         return dataclasses.replace(self, words=(*self.words, *words))
 
     def run(self) -> int:
-        """Generate the answers and print them."""
         model, prompts = self.model_and_prompts()
         options = engine_options(self.engine, model)
         options |= {"max_queued_requests": None, "max_queued_tokens": None}  # one batch of any size, as with LLM
@@ -61,7 +60,7 @@ class Generate(SamplingFlags):
         from jpaged import AsyncLLM
 
         out = Console(highlight=False, soft_wrap=True)
-        # On a terminal, text and bar share a console, so that the bar stays below the text.
+        # On a terminal, answers and progress bar share a console, which keeps the bar below the answers.
         screen = out if out.is_terminal else Console(stderr=True)
         answers: dict[int, RequestOutput] = {}
         with closing(AsyncLLM(**options)) as engine:
@@ -90,7 +89,7 @@ class Generate(SamplingFlags):
         return 0
 
     def model_and_prompts(self) -> tuple[str | None, list[str]]:
-        """Split the positional arguments: the first is the model, unless --model names it; the others are prompts."""
+        """Split `words`. The first is the model, unless --model names it. The rest are prompts."""
         words = list(self.words)
         model = words.pop(0) if words and self.engine.model is None else None
         return model, words or list(FIRST_PROMPTS)
@@ -110,7 +109,7 @@ class Generate(SamplingFlags):
                 {
                     "prompt": prompts[index],
                     "prompt_index": index,
-                    "index": made.index,  # of the answer, among the answers to its prompt
+                    "index": made.index,  # number of the answer to this prompt, from 0
                     "text": made.text,
                     "token_ids": made.token_ids,
                     "finish_reason": made.finish_reason,

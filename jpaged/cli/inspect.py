@@ -44,12 +44,12 @@ class Inspect:
     processes: prefer --admin-key-file, or the environment variable JPAGED_ADMIN_KEY."""
 
     admin_key_file: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """File with the admin key, as the server's."""
+    """File with the admin key, such as the file that the server reads."""
 
     server_tls: ServerTlsArguments = SERVER_TLS_DEFAULTS
 
     engine: int = 0
-    """Engine to show, of a server with --data-parallel-size N: 0 to N-1."""
+    """Index of the engine to show, from 0 to N-1 on a server with --data-parallel-size N."""
 
     png: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Draw the blocks into this PNG file, coloured by request. Needs matplotlib."""
@@ -58,7 +58,6 @@ class Inspect:
     """Write the state to this file, as JSON."""
 
     def run(self) -> int:
-        """Fetch the state, print it, and write the files."""
         if self.png is not None:
             needs_matplotlib("png", self.png)
         check_writable(self.png, "png")
@@ -81,7 +80,7 @@ class Inspect:
         return 0
 
     def _key(self) -> str:
-        """Return the admin key. Raises RequestError if there is none, or a bad one."""
+        """Return the admin key. Raises RequestError for a missing or bad key."""
         from jpaged.serving.web.keys import ADMIN_VARIABLES, read_keys
 
         given = () if self.admin_key is None else (self.admin_key,)
@@ -92,10 +91,7 @@ class Inspect:
 
 
 def fetch(url: str, admin_key: str, tls: "ssl.SSLContext | None" = None, *, engine: int = 0) -> EngineSnapshot:
-    """Fetch the state of an engine of the server at `url`. Raises RequestError with the reason if it is not returned.
-
-    tls: for an https server. None: the system's certificates are trusted.
-    """
+    """Fetch an engine's state from a server. Raises RequestError. tls: None trusts the system's certificates."""
     import msgspec
 
     from jpaged.load_client.connection import LoadError
@@ -105,11 +101,11 @@ def fetch(url: str, admin_key: str, tls: "ssl.SSLContext | None" = None, *, engi
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise RequestError("url", url, "must begin with http:// or https://, e.g. http://127.0.0.1:8000")
     if not admin_key or not (admin_key.isascii() and admin_key.isprintable()):
-        raise RequestError("admin_key", "the one given", "must be printable ASCII characters, at least one")
+        raise RequestError("admin_key", "(hidden)", "must be one or more printable ASCII characters")
     base = url.split("?")[0].split("#")[0].rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {admin_key}"}
     try:
-        query = f"?engine={engine}" if engine else ""  # without it, a server of an older version answers too
+        query = f"?engine={engine}" if engine else ""  # engine 0 is the default, and older servers know no parameter
         status, body = get(f"{base}/admin/inspect{query}", headers, tls=tls, timeout=TIMEOUT_SECONDS)
     except LoadError as error:
         raise RequestError("url", url, f"{NO_SERVER} ({error}): is it running, and is the address right?") from None
@@ -118,12 +114,12 @@ def fetch(url: str, admin_key: str, tls: "ssl.SSLContext | None" = None, *, engi
     try:
         return msgspec.json.decode(body, type=EngineSnapshot)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        accepted = f"{NO_SERVER}, or one of another version: the answer is not a snapshot ({error})"
+        accepted = f"{NO_SERVER}, or its version differs: the answer is not a snapshot ({error})"
         raise RequestError("url", url, accepted) from None
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Explain an error status, and say what to change."""
+    """Return the message for an error status."""
     import msgspec
 
     try:

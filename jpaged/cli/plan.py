@@ -21,8 +21,8 @@ OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_beha
 class Plan:
     """Print how an engine would use a device's memory: weights, temporaries, request table and KV pool.
 
-    Also prints how many tokens and requests fit, and the largest max_model_len. The calculation is the one that the
-    engine makes when it starts, but it needs no accelerator and loads no weights.
+    Also prints the numbers of tokens and requests that fit, and the largest max_model_len. The engine makes the same
+    calculation when it starts. Here it needs no accelerator and loads no weights.
 
     Example: jpaged plan meta-llama/Llama-3.1-8B --device-memory 24GiB
 
@@ -37,25 +37,24 @@ class Plan:
     """Folder, config.json, Hugging Face hub id, .gguf file, or demo. For a hub id, only config.json is downloaded."""
 
     device_memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None
-    """Memory of the device: 24GiB, 80GB, or a number of bytes. Without --target, the device is an NVIDIA GPU. Default:
-    the target's own memory."""
+    """Memory of the device: 24GiB, 80GB, or a number of bytes. Default: the target's memory. Without --target, the
+    device is an NVIDIA GPU."""
 
     target: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Kind of device to plan for: h200, h100, a100, a100-40gb, l40s, l4, a10, v5e, v6e, v5p or cpu. Default: the
-    device that JAX finds on this machine."""
+    """Device to plan for: h200, h100, a100, a100-40gb, l40s, l4, a10, v5e, v6e, v5p or cpu. Default: JAX's device."""
 
     request_len: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]", help_behavior_hint="")] = ()
-    """Lengths of requests in tokens, prompt and output together: print how many of each length run at once."""
+    """Request lengths in tokens, prompt plus output. For each, print the number of requests that can run at once."""
 
     roofline: bool = False
-    """Also compile the programs of a step and predict their times: kernels, bytes, and milliseconds against the limits
-    of the device. Needs --target, and its compiler: jax[cuda13] or jax[tpu]. Takes a minute."""
+    """Also compile the programs of a step, and predict their kernels, bytes, and times relative to the device's limits.
+    Needs --target and its compiler, jax[cuda13] or jax[tpu]. Takes a minute."""
 
     roofline_context: Annotated[int, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = 1024
-    """Tokens of each request in the predicted steps. Default: 1024."""
+    """Tokens per request in the predicted steps. Default: 1024."""
 
     link_bandwidth: OptionalFloat = None
-    """Bytes a second that a device sends to the other devices, for --roofline with --tensor-parallel-size. Default: the
+    """Bytes per second that each device sends to the others, for --roofline with --tensor-parallel-size. Default: the
     target's usual link (450e9 for h100 and h200)."""
 
     link_latency: OptionalFloat = None
@@ -67,7 +66,7 @@ class Plan:
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
-        """Plan and print. The exit status is 2 if the engine would not start."""
+        """Print the plan. Returns 2 if the engine would not start."""
         options = engine_options(self.engine, self.model_argument)
         check_writable(self.output_json)
         from jpaged.planning import parse_size, plan
@@ -76,7 +75,7 @@ class Plan:
         if self.target is not None or size is not None:
             import jax
 
-            # The plan is for a named device. Starting this machine's own device would take its memory.
+            # The plan is for a named device. Starting this machine's device would occupy its memory.
             jax.config.update("jax_platforms", "cpu")
         from rich.console import Console
 
@@ -95,7 +94,7 @@ class Plan:
 
 
 def text_of(plan: Any) -> str:
-    """Return the plan as text."""
+    """Return an EnginePlan as text."""
     each = "" if plan.num_devices == 1 else f"each of {plan.num_devices} devices: "
     index, count = plan.stage
     stage = "" if count == 1 else f"stage {index + 1} of {count} ({plan.num_layers} layers), the fullest, "
@@ -141,11 +140,10 @@ def text_of(plan: Any) -> str:
 
 
 def _roofline_lines(roofline: Any) -> list[str]:
-    """The predicted times of programs and of steps."""
     lines = [
-        f"predicted for {roofline.device}, from the compiled programs. Estimates: nothing was run. Matrix products are",
-        "not tuned without a device. A limit is the time to read the weights and the KV once, or of the products.",
-        "Loops whose turns the program decides are not counted. A CUDA graph is one command.",
+        f"predicted for {roofline.device}, from the compiled programs. Estimates: nothing was run. Without a device,",
+        "matmuls are not tuned. The limit is the longer of two times: to read weights and KV once, and of the matmuls.",
+        "Loops with an iteration count known only at run time are not counted. A CUDA graph is one command.",
         "",
         f"{'program':38}{'kernels':>8}{'commands':>9}{'loops':>6}{'GB moved':>9}{'at least':>9}{'ms':>8}{'limit':>8}",
     ]
@@ -159,7 +157,7 @@ def _roofline_lines(roofline: Any) -> list[str]:
         lines += [
             "",
             f"collectives between {roofline.num_devices} devices, at {roofline.link}. They are part of the ms above,",
-            "but not of the limit. Nothing else is assumed to run at the same time.",
+            "but not of the limit. The prediction assumes that nothing else runs at the same time.",
             "",
             f"{'program':38}{'kind':>20}{'count':>7}{'MB':>10}{'ms':>8}",
         ]
@@ -169,7 +167,7 @@ def _roofline_lines(roofline: Any) -> list[str]:
         ]  # fmt: skip
     chosen = [f"{cost.program}: {cost.experts_read:.1f}" for cost in roofline.programs if cost.experts_read is not None]
     if chosen:
-        lines += ["", "experts of a layer that are read, the expected number if all are equally likely:", *chosen]
+        lines += ["", "expected number of experts read per layer, if all experts are equally likely:", *chosen]
     lines += ["", f"{'a step of decodes, ms':38}{'limit':>8}{'greedy':>9}{'random':>9}{'tokens/s, greedy':>19}"]
     for step in roofline.steps:
         name = f"{step.load.rows} row{'s'[: step.load.rows - 1]} of {step.load.context:,} tokens"
@@ -182,7 +180,7 @@ def _roofline_lines(roofline: Any) -> list[str]:
 
 
 def plan_fields(plan: Any) -> dict[str, Any]:
-    """Return the plan as JSON data."""
+    """Return an EnginePlan as JSON data."""
     memory = plan.memory
     fields: dict[str, Any] = {
         "model": plan.model,

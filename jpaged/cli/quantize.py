@@ -1,4 +1,4 @@
-"""`jpaged quantize`: writes a checkpoint with weights in 8 or 4 bits, which other engines read too.
+"""`jpaged quantize`: writes a checkpoint with 8-bit or 4-bit weights, which other engines also read.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -17,7 +17,7 @@ from jpaged.cli.flags.engine import one_line_help, read_text
 class Quantize:
     """Quantise a checkpoint into a new folder, in the format of compressed-tensors.
 
-    The matrices of the layers are quantised. Embeddings, the output matrix, norms and biases keep their dtype.
+    The matrices of the layers are quantised. Embeddings, lm_head, norms and biases keep their dtype.
 
     Example: jpaged quantize Qwen/Qwen3-0.6B qwen3-w8a8 --scheme w8a8
 
@@ -31,29 +31,28 @@ class Quantize:
     """Folder to write. It must be new or empty."""
 
     scheme: Literal["w4a16", "w8a8", "w4a8", "fp8"]
-    """w4a16: weights in 4 bits, a scale for each group of inputs. w8a8: weights in 8 bits, a scale for
-    each output; engines round activations to 8 bits. w4a8: weights as w4a16, activations as w8a8. fp8: weights and
-    activations in float8 (e4m3), a scale for each output and token."""
+    """w4a16: 4-bit weights, one scale per group of inputs. w8a8: 8-bit weights, one scale per output; engines round
+    activations to 8 bits. w4a8: weights of w4a16, activations of w8a8. fp8: weights and activations in float8 (e4m3),
+    one scale per output and per token."""
 
     method: Literal["rtn", "gptq", "awq"] = "rtn"
-    """rtn: round to nearest, with the scales of the smallest squared error. gptq: smallest error of each layer's
-    outputs for the calibration text (arXiv:2210.17323); slower and better. awq: protects the inputs with large
-    activations (arXiv:2306.00978), for w4a16 and w4a8."""
+    """rtn: round to nearest, with the scales of smallest squared error. gptq (arXiv:2210.17323): minimise the error of
+    each layer's outputs on the calibration text; slower and better. awq (arXiv:2306.00978): protect inputs with large
+    activations; for w4a16 and w4a8."""
 
     calibration: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Text for gptq and awq, UTF-8, of at least 2,048 tokens. At most 32,768 are used. It should resemble inputs."""
+    """UTF-8 text for gptq and awq, similar to the model's inputs: at least 2,048 tokens. At most 32,768 are used."""
 
     group_size: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Inputs that share a scale, of w4a16 and w4a8. Default: the first of 128, 64 and 32 that divides all matrices."""
+    """Inputs per scale, for w4a16 and w4a8. Default: the first of 128, 64 and 32 that divides all matrices."""
 
     revision: Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")] = None
     """Branch, tag or commit of a hub id. Default: the main branch."""
 
     def run(self) -> int:
-        """Quantise, and print what was written."""
         import jax
 
-        jax.config.update("jax_platforms", "cpu")  # the work is done on the host
+        jax.config.update("jax_platforms", "cpu")  # quantisation runs on the host
         from jpaged.quantizing import quantize_checkpoint
 
         written = quantize_checkpoint(

@@ -1,4 +1,4 @@
-"""`jpaged report`: writes what is needed to find out why a device does not work.
+"""`jpaged report`: writes a report for finding out why a device does not work.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -18,9 +18,9 @@ from jpaged.cli.flags.engine import one_line_help
 class Report:
     """Check the kernels on this machine's device and write a report: versions, device, driver, results, errors.
 
-    Attach the file to an issue. It holds no prompts and no models, and of the environment only variables that set up
-    JAX and the device. Each kernel that the device takes is compiled and run: on a CPU that takes 10 to 20 s. The file
-    has each result as soon as it is there: `left` in it is the number of checks that follow.
+    Attach the file to an issue. It has no prompts, no models, and only environment variables that configure JAX and the
+    device. Each kernel for the device is compiled and run, which takes 10 to 20 s on a CPU. Results are written one by
+    one: `left` in the file is the number of remaining checks.
 
     Example: jpaged report
     """
@@ -31,9 +31,9 @@ class Report:
     """Write the report to this file, as JSON. Default: jpaged-report.json."""
 
     def run(self) -> int:
-        """Check, print and write. The exit status is 1 if a check failed, or if no device starts."""
+        """Check the kernels. Returns 1 if a check failed, or if no device starts."""
         check_writable(self.output, "output")
-        print("reads versions and the device", flush=True)
+        print("reading versions and the device", flush=True)
         from jpaged.diagnosis import diagnose
 
         found: dict[str, Any] = {"checks": [], "left": 0}
@@ -41,7 +41,7 @@ class Report:
             if "machine" not in found:
                 found["machine"] = machine() if found["device"] else {}
                 print(facts_of(found), flush=True)
-                print(f"checks {found['left']} kernels; each result is added to {self.output}", flush=True)
+                print(f"checking {found['left']} kernels; each result is added to {self.output}", flush=True)
             else:
                 print(line_of(found["checks"][-1]), flush=True)
             write_json(self.output, found)
@@ -50,7 +50,7 @@ class Report:
 
 
 def facts_of(found: dict[str, Any]) -> str:
-    """The facts about the machine in lines."""
+    """Facts about the machine, as text."""
     about = found["machine"] or found["versions"]
     lines = [", ".join(f"{name} {value}" for name, value in about.items())]
     if found["nvidia_driver"]:
@@ -61,6 +61,6 @@ def facts_of(found: dict[str, Any]) -> str:
 
 
 def line_of(check: dict[str, Any]) -> str:
-    """The result of a check in a line."""
+    """Result of one check, as one line."""
     result = check.get("error") or f"agrees with the reference, largest difference {check['difference']:.2g}"
     return f"  {check['implementation']:13} {check['shape']:8} {check['seconds']:6.1f} s  {result}"

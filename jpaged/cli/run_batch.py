@@ -16,16 +16,16 @@ from jpaged.cli.flags.chat import ChatFlags
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.errors import RequestError
 
-INFLIGHT_PER_ROW = 2  # a row that becomes free finds a request that is tokenised already
+INFLIGHT_PER_ROW = 2  # so that a tokenised request waits for each row that becomes free
 
 
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunBatch(ChatFlags):
-    """Answer every request of a JSON lines file, in OpenAI's batch format. Answers are written as they come.
+    """Answer every request of a JSON lines file in OpenAI's batch format. Each answer is written when it is complete.
 
     Each line of the input file is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}.
-    After a kill or Ctrl-C, the same command goes on: answers that are in the output file are not computed again.
+    After a kill or Ctrl-C, the same command continues: it skips requests with an answer in the output file.
 
     Example: jpaged run-batch demo -i in.jsonl -o out.jsonl
     """
@@ -37,7 +37,7 @@ class RunBatch(ChatFlags):
     """File of requests."""
 
     output_file: Annotated[pathlib.Path, tyro.conf.arg(aliases=["-o"], metavar="FILE", help_behavior_hint="")]
-    """File of answers, in the order in which they are complete. A refused request has an answer too, with its error."""
+    """File of answers, in order of completion. The answer to a refused request is its error."""
 
     max_inflight: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
     """Maximum number of requests in the engine, running or waiting. Default: twice --max-num-seqs."""
@@ -51,9 +51,9 @@ class RunBatch(ChatFlags):
             raise RequestError("max_inflight", self.max_inflight, "must be at least 1")
         for name in ("input_file", "output_file"):
             if "://" in str(getattr(self, name)):
-                raise RequestError(name, str(getattr(self, name)), "must be a file: jpaged opens no connections")
+                raise RequestError(name, str(getattr(self, name)), "must be a local file, not a URL")
         if self.output_file.exists() and self.input_file.exists() and self.output_file.samefile(self.input_file):
-            raise RequestError("output_file", str(self.output_file), "is the input file")
+            raise RequestError("output_file", str(self.output_file), "is the input file: name another file")
         chat = self.chat_formats()
         from tqdm import tqdm
 
@@ -65,8 +65,7 @@ class RunBatch(ChatFlags):
         from jpaged.serving.server_state import Server
 
         names = self.served_model_name or (options["model"],)
-        # before the model is loaded
-        expected = check_requests(self.input_file)
+        expected = check_requests(self.input_file)  # before the slow load of the model
         with open_results(self.output_file, expected) as results:
             before = len(results.done)
             if before == len(expected):
@@ -74,7 +73,7 @@ class RunBatch(ChatFlags):
                 return 0
             engine = AsyncLLM(**options)
             server = Server(engine=engine, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
-            # No client can retrieve a response: a batch would fill the memory with them.
+            # Kept responses would fill the memory, and no client can retrieve them.
             app = create_app(server, AppOptions(ui=False, keep_responses=False))
             limit = self.max_inflight or INFLIGHT_PER_ROW * engine.max_num_seqs
             requests = read_requests(self.input_file, frozenset(results.done))
@@ -84,7 +83,7 @@ class RunBatch(ChatFlags):
             ) as bar:  # fmt: skip
 
                 async def work() -> int:
-                    async with app.router.lifespan_context(app):  # it closes the engine at its end
+                    async with app.router.lifespan_context(app):  # closes the engine at the end
                         ask = functools.partial(answer, app)
                         return await run_requests(
                             ask, requests, results, max_inflight=limit, update=lambda _: bar.update(1)
@@ -93,5 +92,5 @@ class RunBatch(ChatFlags):
                 failed = asyncio.run(work())
         print(f"{len(expected) - before} requests answered, {failed} of them with an error: {self.output_file}")
         if before:
-            print(f"{before} answers were there before")
+            print(f"{before} answers were already in the file")
         return 0

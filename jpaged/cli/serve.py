@@ -41,57 +41,56 @@ class Serve(ChatFlags):
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The default accepts connections from this machine only. 0.0.0.0 accepts connections from
-    everywhere: set --api-key-file then."""
+    """Address to listen on. 127.0.0.1 accepts connections from this machine only. 0.0.0.0 accepts them from all
+    networks: set --api-key-file."""
 
     port: int = 8000
     """Port to listen on. 0: any free port; the server prints it."""
 
     uds: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Listen on this Unix domain socket, in place of --host and --port. Its owner and group may connect."""
+    """Listen on this Unix domain socket instead of --host and --port. Its owner and group may connect."""
 
     shutdown_timeout: int = 30
     """Seconds that running requests may take to finish after Ctrl-C or SIGTERM."""
 
     max_connections_per_address: int = 1_024
-    """Maximum number of open connections from one client address. Set it higher behind a proxy: all clients have the
-    proxy's address there."""
+    """Maximum number of open connections per client address. Raise it behind a proxy: all clients have its address."""
 
     disable_ui: bool = False
-    """Do not serve the page at /ui, which has a chat and shows the engine. Default: served. It holds no data itself:
-    API keys and admin keys protect the routes that it asks."""
+    """Do not serve the page /ui, which has a chat and shows the engine. The page itself contains no data. The routes
+    that it calls require API keys and admin keys, if the server has them."""
 
     enable_tokenizer_info_endpoint: bool = False
-    """Serve /tokenizer_info: special tokens and the chat template. lm-eval reads it, and then needs no tokenizer files.
-    Off by default, because a chat template may be private."""
+    """Serve /tokenizer_info, the special tokens and the chat template, for lm-eval without tokenizer files. Off by
+    default, because a chat template may be private."""
 
     access_log: bool = False
     """Log every HTTP request: client, method, path, status, seconds, request id."""
 
     verbose: bool = False
-    """Log more: the programs and whether each was read from the cache, the memory, and the phases of the start."""
+    """Also log the memory plan, the phases of the start, and for each program if it was read from the cache."""
 
     log_format: str = "text"
-    """Format of the log. text, or json: one JSON object per line, with time, level, logger, message, and of a request
-    its id, client, method, path and status. The lines on stdout (ready: URL) have the same format."""
+    """Format of the log and of stdout: text or json. json: one object per line with time, level, logger and message,
+    and for a request its id, client, method, path and status."""
 
     metrics_port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
-    """Serve /metrics on this port as well, on the same --host, without a key. 0: any free port. Default: only on the
-    main port, where it requires an API key if there is one."""
+    """Also serve /metrics on this port of --host, without a key. 0: any free port. Default: only on --port, where
+    /metrics requires an API key if the server has one."""
 
     otlp_traces_endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL", help_behavior_hint="")] = None
-    """Send a trace of each request to this OpenTelemetry collector (OTLP over HTTP, as http://localhost:4318). Needs
+    """OpenTelemetry collector for a trace of each request, over OTLP/HTTP: http://localhost:4318. Needs
     pip install 'jpaged[otel]'."""
 
     headless: bool = False
-    """Run a process of an engine that has several (--nnodes), without an HTTP server. For every --node-rank but 0."""
+    """Run without an HTTP server, as one of the --nnodes processes of an engine. Required for --node-rank above 0."""
 
     detect_nodes: bool = False
-    """Take --nnodes, --node-rank, --master-addr and --headless from LeaderWorkerSet, Slurm (srun) or a TPU slice. Every
-    node then has the same command. Options of the HTTP server apply to the first node."""
+    """Read --nnodes, --node-rank, --master-addr and --headless from LeaderWorkerSet, Slurm (srun) or a TPU slice. All
+    nodes run the same command. Options of the HTTP server apply to the first node."""
 
     watchdog_seconds: float = 120.0
-    """A step that takes longer is logged with what it does, and /health answers 503 until it ends."""
+    """Log the load and the stack of a step that takes longer, and answer /health with 503 until the step ends."""
 
     access: AccessArguments = ACCESS_DEFAULTS
 
@@ -110,7 +109,7 @@ class Serve(ChatFlags):
                 known = "only process 0 serves HTTP: add --headless"
             raise RequestError("node_rank", rank, known)
         if headless:
-            self.chat_formats()  # raises for a bad one
+            self.chat_formats()  # raises RequestError for bad flags
             return self._follow(options)
         from jpaged.serving.admin.routes_metrics import metrics_app
         from jpaged.serving.web.connection import ConnectionLimits
@@ -144,14 +143,11 @@ class Serve(ChatFlags):
         )
 
     def application(self) -> "Starlette":
-        """Load the model, and return the ASGI application. The caller listens: flags about listening have no effect."""
+        """Load the model and return the ASGI application. The caller serves it: --host and --port have no effect."""
         return self._loader(engine_options(self.engine, self.model_argument), None)()[0]
 
     def _loader(self, options: dict[str, Any], host: str | None) -> "Callable[[], tuple[Starlette, AsyncLLM]]":
-        """Check the flags of the application. Returns a function that loads the model.
-
-        host: as `AccessFlags.app_options`.
-        """
+        """Check the application's flags. Returns a function that loads the model. host: as in `app_options`."""
         chat = self.chat_formats()
         from jpaged.serving.admin.tracing import RequestTracer, traced
         from jpaged.serving.web.log_format import FORMATS, use_format
@@ -191,7 +187,7 @@ class Serve(ChatFlags):
         return load
 
     def _detect(self, options: dict[str, Any]) -> bool:
-        """Add what the cluster says of this process to the options. Returns whether it is headless."""
+        """Add this process's node options, as the cluster sets them, to `options`. Returns True if it is headless."""
         from jpaged.cli.flags.cluster import detect
 
         for name in ("nnodes", "node_rank", "master_addr"):
@@ -207,7 +203,7 @@ class Serve(ChatFlags):
         return node.node_rank > 0
 
     def _follow(self, options: dict[str, Any]) -> int:
-        """Run without HTTP until process 0 ends. Signals are left to process 0, which drains its requests first."""
+        """Run without HTTP until process 0 ends. Ignores a first signal, because process 0 must drain its requests."""
         from jpaged.frontend.build import run_headless
         from jpaged.serving.web.log_format import use_format
         from jpaged.serving.web.process import leave_signals_to_the_leader

@@ -1,4 +1,4 @@
-"""`jpaged simulate`: simulates a load on engines of a given size, without a device.
+"""`jpaged simulate`: simulates a load on one or more engines, without a device.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -29,16 +29,16 @@ OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_beha
 OptionalFile = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 OptionalText = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 
-# Sizes of an engine if neither a flag nor the cost model gives them: the defaults on an accelerator.
+# Engine sizes without a flag or a size in the cost model: the engine's defaults on an accelerator.
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN = 256, 2048, 16, 2048
 
 
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate a load on one or several engines: the real scheduler and KV cache manager, with simulated time.
+    """Simulate a load on one or more engines. The scheduler and the KV cache manager are real, the time is simulated.
 
-    A cost model gives the duration of each step. Prints throughput, latencies, preemptions, prefix hits and KV use.
+    A cost model sets the duration of each step. Prints throughput, latencies, preemptions, prefix hits and KV use.
 
     Example: jpaged simulate --cost-model demo-cpu --num-requests 2000 --rate 2 --prompt-tokens lognormal:128:0.5
 
@@ -49,13 +49,13 @@ class Simulate:
     """
 
     cost_model: OptionalText = None
-    """Durations of steps. A file: written by `jpaged bench steps --output-json`. demo-cpu: the demo model on a CPU with
-    two cores, measured. Or coefficients in seconds: fixed=0.004,per_token=2e-6,per_row=...,per_kv_token=...,
+    """Durations of steps. A file of `jpaged bench steps --output-json`, or demo-cpu, measured with the demo model on 2
+    CPU cores, or coefficients in seconds: fixed=0.004,per_token=2e-6,per_row=...,per_kv_token=...,
     per_prompt_pair=...,per_moved_block=... (default 0 each)."""
 
     trace: OptionalFile = None
     """File of requests: .csv with a header, or JSON lines. Columns: arrival (seconds), prompt_tokens, output_tokens;
-    optional: prefix_id, prefix_tokens, priority. Default: a load is generated, by the flags that follow."""
+    optional: prefix_id, prefix_tokens, priority. Default: generate a load from the flags below."""
 
     num_requests: int = 1000
     """Number of requests of a generated load."""
@@ -64,88 +64,86 @@ class Simulate:
     """Average number of requests per second. inf: all requests arrive at once."""
 
     arrivals: str = "poisson"
-    """Distribution of arrival times. poisson. gamma:SPREAD: SPREAD is the standard deviation of the gaps divided by
-    their mean; 1 equals poisson, more is bursty. onoff:ON:OFF: poisson for ON seconds, then nothing for OFF seconds;
-    --rate is the average over both."""
+    """Distribution of arrival times. poisson. gamma:SPREAD: SPREAD is the standard deviation of the gaps over their
+    mean; 1 equals poisson, larger values are bursty. onoff:ON:OFF: poisson for ON seconds, then none for OFF seconds,
+    with an average of --rate."""
 
     prompt_tokens: str = "256"
-    """Prompt tokens of each request, without its prefix: N, uniform:LOWEST:HIGHEST, or lognormal:MEAN:SPREAD, where
-    SPREAD is the standard deviation divided by the mean."""
+    """Prompt tokens per request, without its prefix: N, uniform:LOWEST:HIGHEST, or lognormal:MEAN:SPREAD, where SPREAD
+    is the standard deviation over the mean."""
 
     output_tokens: str = "128"
-    """Tokens that each request generates, in the same form. Lengths are cut to --max-model-len."""
+    """Tokens that each request generates, in the same form. Lengths are capped at --max-model-len."""
 
     prefixes: int = 0
-    """Number of different prefixes that requests begin with."""
+    """Number of different prefixes."""
 
     prefix_tokens: int = 0
     """Length of each prefix, in tokens."""
 
     prefix_zipf: float = 1.0
-    """Exponent of the prefixes' popularity: prefix k is chosen in proportion to 1 / k**exponent. 0: all alike."""
+    """Zipf exponent: prefix k is chosen with probability proportional to 1 / k**exponent. 0: all equally likely."""
 
     prefix_share: float = 1.0
     """Fraction of the requests that begin with a prefix."""
 
     priorities: str = "0"
-    """Priorities of the requests, with weights: 0:9,-5:1 gives one request in ten priority -5. Lower ones start first.
-    Needs --scheduling-policy priority."""
+    """Priorities with weights: 0:9,-5:1 gives one request in ten priority -5. Lower priorities start first. Needs
+    --scheduling-policy priority."""
 
     seed: int = 0
     """Seed of the generated load."""
 
     concurrency: OptionalInt = None
-    """Maximum number of requests in the system; further arrivals are held back. With --rate inf: the number of clients
-    that each send their next request when they have an answer. Default: no limit."""
+    """Maximum number of requests in the system. Further arrivals wait outside. With --rate inf: the number of clients
+    that each send the next request after an answer. Default: no limit."""
 
     max_queued_requests: OptionalInt = None
-    """Maximum number of requests that wait at a replica; further arrivals are refused. Default: no limit."""
+    """Maximum number of waiting requests per replica. Further arrivals are refused. Default: no limit."""
 
     max_queued_tokens: OptionalInt = None
-    """Maximum number of prompt tokens that wait at a replica; further arrivals are refused. Default: no limit."""
+    """Maximum number of waiting prompt tokens per replica. Further arrivals are refused. Default: no limit."""
 
     scheduling_policy: Literal["fcfs", "priority", "shortest_first"] = "fcfs"
-    """Order in which waiting requests start. fcfs: first come, first served. priority: the lowest priority first; 60 s
-    of waiting count as one step of priority. shortest_first: the fewest tokens left to generate first; a second of
-    waiting counts as 20 tokens."""
+    """Order in which waiting requests start. fcfs: first come, first served. priority: lowest first, minus 1 per 60 s
+    of waiting. shortest_first: fewest remaining output tokens first, minus 20 per second of waiting."""
 
     max_num_partial_prefills: int = 1
-    """Maximum number of prompts that are computed in chunks at the same time."""
+    """Maximum number of chunked prompts in progress at the same time."""
 
     target_step_ms: OptionalFloat = None
-    """Target duration of a step, in milliseconds. While requests are generating, prompts advance in smaller chunks to
-    keep it. Default: no target."""
+    """Target duration of a step in ms. While requests generate, prompts use smaller chunks to meet it. No default."""
 
     max_tokens: OptionalInt = None
-    """max_tokens of each request, which the scheduler knows; the request ends earlier, at a stop token. Default: the
-    number of tokens that it generates."""
+    """max_tokens of each request, as the scheduler sees it. A request may end earlier, as at a stop token. Default: the
+    number of tokens that the request generates."""
 
     num_replicas: Annotated[int, tyro.conf.arg(aliases=["--data-parallel-size"])] = 1
     """Number of engines. A router distributes the requests."""
 
     tensor_parallel_size: int = 1
-    """Number of devices that each engine's model is split over. A prediction from a cost model of one device: its
-    seconds are divided by this number, and two all-reduces a layer, and one for the embedding, are added. The KV pool
-    of several devices is larger: give --num-blocks, which `jpaged plan --tensor-parallel-size` prints."""
+    """Number of devices per engine. Predicted from a cost model of one device: its seconds are divided by this number,
+    then two all-reduces per layer and one for the embedding are added. The KV pool of several devices is larger: set
+    --num-blocks as `jpaged plan --tensor-parallel-size` prints it."""
 
     link_bandwidth: OptionalFloat = None
-    """Bytes a second that a device sends to the other devices. 450e9: NVLink 4 (H100, H200). 300e9: NVLink 3 (A100).
-    32e9: PCIe 4. 100e9: TPU v5e. Needs --tensor-parallel-size above 1."""
+    """Bytes per second that a device sends to the others: 450e9 for NVLink 4 (H100, H200), 300e9 for NVLink 3 (A100),
+    32e9 for PCIe 4, 100e9 for TPU v5e. Needs --tensor-parallel-size above 1."""
 
     link_latency: OptionalFloat = None
-    """Seconds of one step of an all-reduce. 1.9e-6: NVLink. 2.5e-6: PCIe. 1e-6: TPU."""
+    """Seconds per step of an all-reduce: 1.9e-6 for NVLink, 2.5e-6 for PCIe, 1e-6 for TPU."""
 
     num_layers: OptionalInt = None
-    """Layers of the model, for --tensor-parallel-size. Default: the cost model's."""
+    """Number of layers, for --tensor-parallel-size. Default: the cost model's."""
 
     hidden_bytes: OptionalInt = None
-    """Bytes of a token's hidden state, for --tensor-parallel-size: its size times 2 in bfloat16. Default: the cost
+    """Bytes of a token's hidden state, for --tensor-parallel-size: 2 * hidden_size in bfloat16. Default: the cost
     model's."""
 
     routing: Literal["round-robin", "least-loaded", "prefix-affine"] = "round-robin"
-    """Choice of the replica. round-robin: in turn. least-loaded: the one with the fewest requests. prefix-affine: the
-    one that got the prefix first. If that has more than 1.25 times the mean number of requests plus one: the next one
-    that got it, else the least loaded one."""
+    """Choice of the replica. round-robin: in turn. least-loaded: the replica with the fewest requests. prefix-affine:
+    the first replica that received the prefix and has at most 1.25 times the mean number of requests plus one, else the
+    least loaded replica."""
 
     num_blocks: OptionalInt = None
     """Blocks of each engine's KV pool. Default: the cost model's."""
@@ -163,34 +161,32 @@ class Simulate:
     """Maximum number of tokens of one request, prompt and output together. Default: the cost model's, or 2048."""
 
     enable_prefix_caching: bool = True
-    """Reuse the KV of earlier requests that begin with the same tokens."""
+    """Reuse the KV of earlier requests with the same prefix."""
 
     host_blocks: OptionalInt = None
-    """Blocks that each engine may keep in host memory: those of preempted requests, and KV for later prefix hits.
-    Default: none."""
+    """Blocks of host memory per engine, for preempted requests and later prefix hits. Default: none."""
 
     swap_space: OptionalFloat = None
-    """The same in GiB. The cost model must contain the size of a block."""
+    """--host-blocks in GiB. The cost model must contain the size of a block."""
 
     seconds_per_move: OptionalFloat = None
-    """Seconds to move a block to host memory, or back; with several devices, of all parts of a block at once. Default:
-    the cost model's per_moved_block."""
+    """Seconds to move a block to host memory or back, on all devices in parallel. Default: the cost model's
+    per_moved_block."""
 
     output_json: OutputJson = None
-    """Write all results, with distributions and the course over time, to this file, as JSON."""
+    """Write all results, with distributions and time series, to this file, as JSON."""
 
     plot: OptionalFile = None
-    """Draw the course over time and the distributions into this file (.png, .svg, .pdf). Needs matplotlib."""
+    """Plot time series and distributions into this file (.png, .svg, .pdf). Needs matplotlib."""
 
     def run(self) -> int:
-        """Simulate the load and print the results."""
         from jpaged.simulator.cost import read_cost_model
         from jpaged.simulator.plot import check_plot, draw
         from jpaged.simulator.simulation import simulate
 
         if self.cost_model is None:
             forms = "a file of `jpaged bench steps --output-json`, demo-cpu, or fixed=SECONDS,per_token=SECONDS"
-            raise RequestError("cost_model", None, f"give the durations of steps: {forms}")
+            raise RequestError("cost_model", None, f"set the durations of steps: {forms}")
         cost = self._with_move(self._over_devices(read_cost_model(self.cost_model)))
         shape = self._shape(cost)
         options = self._options(cost, shape)
@@ -248,7 +244,7 @@ class Simulate:
         print(f"Policy:                  {self.scheduling_policy}{note}")
 
     def _over_devices(self, cost: "CostModel") -> "CostModel":
-        """Return the cost model for `tensor_parallel_size` devices. Its engine has the shape of one of them."""
+        """Return the cost model for `tensor_parallel_size` devices. Its `engine.block_bytes` are per device."""
         from jpaged.collectives import Link
         from jpaged.simulator.cost import AllReduces
 
@@ -265,15 +261,15 @@ class Simulate:
             measured = f"the cost model was measured on {engine.num_devices} devices and holds for them: leave it out"
             raise RequestError("tensor_parallel_size", devices, measured)
         if self.link_bandwidth is None:
-            raise RequestError("link_bandwidth", None, "give the bytes a device sends in a second: 450e9 for NVLink 4")
+            raise RequestError("link_bandwidth", None, "set the bytes per second of a device: 450e9 for NVLink 4")
         if self.link_latency is None:
-            raise RequestError("link_latency", None, "give the seconds of a step of an all-reduce: 1.9e-6 for NVLink 4")
+            raise RequestError("link_latency", None, "set the seconds per step of an all-reduce: 1.9e-6 for NVLink 4")
         sizes = {}
         for name in ("num_layers", "hidden_bytes"):
             given = getattr(self, name)
             sizes[name] = given if given is not None or engine is None else getattr(engine, name)
             if sizes[name] is None:
-                raise RequestError(name, None, "the cost model does not contain it: give it")
+                raise RequestError(name, None, "the cost model does not contain it: set it")
             if sizes[name] < 1:
                 raise RequestError(name, sizes[name], "must be at least 1")
         split = cost.split(
@@ -311,7 +307,7 @@ class Simulate:
         return int(self.swap_space * 2**30) // shape.block_bytes
 
     def _shape(self, cost: "CostModel") -> "EngineShape":
-        """Return the engine's sizes: from the flags, else from the cost model, else the defaults."""
+        """Return the engine's sizes: the flags', else the cost model's, else the defaults. Raises RequestError."""
         from jpaged.simulator.step_load import EngineShape
 
         measured = cost.engine
@@ -334,7 +330,7 @@ class Simulate:
         )
 
     def _load(self, shape: "EngineShape") -> "tuple[Iterable[Arrival], int]":
-        """Return the requests and their number."""
+        """Return the requests and their number. Raises RequestError."""
         from jpaged.simulator.load import ArrivalTimes, GeneratedLoad, LengthDistribution, parse_priorities
         from jpaged.simulator.trace import Trace
 

@@ -63,10 +63,10 @@ def test_help_names_every_implementation(field, known):
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("convert", "They have the same bytes as the original files"),
-        ("generate", "false: when no running beam scores better. never: when"),
-        ("serve", "0.0.0.0 accepts connections from everywhere"),
-        ("plan", "Default: the device that JAX finds"),
+        ("convert", "They have the original bytes, unless"),
+        ("generate", "false: when no running beam has a better score so far"),
+        ("serve", "0.0.0.0 accepts them from all networks"),
+        ("plan", "Without --target, the device is an NVIDIA GPU"),
         ("simulate", "the number of clients that each send"),
     ],
 )

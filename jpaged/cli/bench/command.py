@@ -1,7 +1,4 @@
-"""`jpaged bench`: measures the engine on this machine, with the workloads and figures of vLLM's benchmarks.
-
-`serve` measures a running server, `quality` the model.
-"""
+"""`jpaged bench`: vLLM's workloads and metrics. `serve` measures a server, `quality` a model, all others an engine."""
 
 import dataclasses
 from typing import Annotated
@@ -31,5 +28,4 @@ class Bench:
     ]
 
     def run(self) -> int:
-        """Run the chosen measurement."""
         return self.command.run()

@@ -1,4 +1,4 @@
-"""`jpaged bench latency`: measures how long one batch of equal requests takes from beginning to end.
+"""`jpaged bench latency`: measures the time from start to end of one batch of equal requests.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -25,7 +25,7 @@ class Latency:
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     input_len: int = 32
-    """Prompt tokens per request: random ids, new ones in each iteration."""
+    """Prompt tokens per request. Their ids are random and differ in each iteration."""
 
     output_len: int = 128
     """Tokens that each request generates; end-of-sequence tokens are ignored."""
@@ -34,10 +34,10 @@ class Latency:
     """Requests that run at once."""
 
     num_iters_warmup: int = 10
-    """Iterations that run first and are not measured."""
+    """Warm-up iterations, which are not measured."""
 
     num_iters: int = 30
-    """Iterations that are measured."""
+    """Measured iterations."""
 
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""

@@ -1,4 +1,4 @@
-"""`jpaged bench quality`: measures how well a model predicts a text, and how far it is from another model.
+"""`jpaged bench quality`: measures how well a model predicts a text, and its divergence from another model.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -30,9 +30,9 @@ HELD_OUT = pathlib.Path(__file__).parents[2] / "demo_model" / "held_out.txt"
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """How well a model predicts a text."""
+    """Result of one model on a text."""
 
-    tokens: int  # that were predicted
+    tokens: int  # number of predicted tokens
     loss: float  # mean negative log-likelihood of a token, in nats
     perplexity: float  # exp(loss)
     bits_per_byte: float
@@ -45,8 +45,8 @@ class QualityCommand:
 
     The text is cut into windows that are scored independently. The first token of a window is not predicted.
 
-    With --against, the models' predictions are compared as well. The KL divergence of a token is that of its whole
-    distribution from the second model's. Top-1 agreement is the share of tokens with the same most probable token.
+    --against also prints the mean and P99 of KL(second model || model) per token, over the whole vocabulary. Top-1
+    agreement is the share of tokens for which both models have the same most probable token.
 
     Example: jpaged bench quality demo --quantization int8 --against demo --plot kl.png
     """
@@ -55,20 +55,20 @@ class QualityCommand:
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     against: str | None = None
-    """A second model to compare with. It is loaded without --quantization, --kv-cache-dtype and activations in fp8, and
-    needs the same vocabulary. Both models are in memory at once for the comparison."""
+    """Second model to compare with. It needs the same tokenizer, and is loaded without --quantization, --kv-cache-dtype
+    and int8 or fp8 activations. The comparison holds both models in memory at once."""
 
     text: pathlib.Path | None = None
     """File with the text, UTF-8. Default: Python source that the demo model was not trained on."""
 
     window: int = 1024
-    """Tokens of a window; at most --max-model-len - 1."""
+    """Tokens per window; at most --max-model-len - 1."""
 
     output_json: OutputJson = None
     """Write the results to this file, as JSON."""
 
     plot: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """With --against: draw the distribution of the KL divergence per token into this PNG file. Needs matplotlib."""
+    """With --against: draw the distribution of the per-token KL divergence into this PNG file. Needs matplotlib."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
@@ -86,7 +86,7 @@ class QualityCommand:
             check_writable(self.plot, "plot")
         results = {self._name(options): measure(options, text, self.window)}
         other = options | {"model": self.against, "quantization": None, "kv_cache_dtype": "auto"}
-        if other["quantized_activations"] != "float":  # a model without such weights refuses it
+        if other["quantized_activations"] != "float":  # an unquantised model refuses int8 and fp8
             other["quantized_activations"] = "auto"
         if self.against is not None:
             results[self._name(other)] = measure(other, text, self.window)
@@ -123,7 +123,7 @@ class QualityCommand:
 
 
 def measure(options: dict[str, Any], text: str, window: int) -> Quality:
-    """Score a text with an engine of these options, in windows of `window` tokens."""
+    """Score a text in windows of `window` tokens, with an engine that has these options. Raises RequestError."""
     from jpaged import LLM
 
     with LLM(**options) as llm:
@@ -141,8 +141,8 @@ def measure(options: dict[str, Any], text: str, window: int) -> Quality:
 
 
 def windows_of(tokenizer: Any, text: str, window: int) -> list[list[int]]:
-    """Token ids of a text, cut into windows of at most `window` tokens."""
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)  # it would warn of the length
+    """Token ids of a text, in windows of 2 to `window` tokens. Raises RequestError if there is none."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)  # verbose: it would warn about the length
     windows = [ids[i : i + window] for i in range(0, len(ids), window)]
     windows = [window for window in windows if len(window) > 1]
     if not windows:
@@ -157,6 +157,6 @@ def _compare(options: dict[str, Any], other: dict[str, Any], text: str, window: 
     models = [load_model(EngineConfig(**each)) for each in (options, other)]
     windows, other_windows = (windows_of(model.tokenizer, text, window) for model in models)
     if windows != other_windows:
-        accepted = "cuts the text into other tokens: name a model with the same tokenizer"
+        accepted = "has a different tokenizer: name a model with the same one"
         raise RequestError("against", other["model"], accepted)
     return divergence(*models, windows, options["kv_cache_dtype"])

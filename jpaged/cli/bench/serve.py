@@ -36,20 +36,20 @@ OptionalFile = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="PATH", help
 Words = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT [TEXT ...]", help_behavior_hint="")]
 Numbers = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]", help_behavior_hint="")]
 
-NO_LIMIT = 2**31 - 1  # tokens of a request, on a server that does not say its maximum
+NO_LIMIT = 2**31 - 1  # maximum tokens of a request, if the server does not report its max_model_len
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs",
 )  # fmt: skip
-GET_SECONDS = 10.0  # for the list of models
-MAX_ERRORS = 10  # printed after a run
+GET_SECONDS = 10.0  # timeout of GET /v1/models
+MAX_ERRORS = 10  # maximum number of errors printed after a run
 
 
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchServe(WorkloadFlags):
-    """Send requests to a server with OpenAI's API, and print the table of `vllm bench serve`. Any such server will do.
+    """Send requests to any server with OpenAI's API, and print the table of `vllm bench serve`.
 
-    If server and client run on one machine, they share its cores.
+    A server and a client on one machine share its cores.
 
     Example: jpaged bench serve --port 8000 --num-prompts 200 --input-len 256 --output-len 64 --ignore-eos
 
@@ -57,13 +57,13 @@ class BenchServe(WorkloadFlags):
     """
 
     model_argument: ModelArgument = None
-    """The model's name in requests. Default: the first that the server lists."""
+    """Model name in requests. Default: the first model that the server lists."""
 
     model: OptionalText = None
-    """The same."""
+    """The same as the positional MODEL."""
 
     served_model_name: OptionalText = None
-    """The model's name in requests, if it differs from the name of the tokenizer."""
+    """Model name in requests, if it differs from the tokenizer's name."""
 
     tokenizer: OptionalText = None
     """Tokenizer of the workload: a folder, a Hugging Face hub id, a .gguf file, or demo. Default: the model's name."""
@@ -84,7 +84,7 @@ class BenchServe(WorkloadFlags):
     """The server's port."""
 
     endpoint: OptionalText = None
-    """Path of the endpoint. Default: that of --backend, such as /v1/completions."""
+    """Path of the endpoint. Default: the path of --backend, such as /v1/completions."""
 
     header: Words = ()
     """More headers, as NAME=VALUE. The environment variable OPENAI_API_KEY adds the Authorization header."""
@@ -95,8 +95,7 @@ class BenchServe(WorkloadFlags):
     """Requests per second. inf: all at once."""
 
     burstiness: float = 1.0
-    """Shape of the gamma distribution of the gaps between requests. 1: a Poisson process. Below 1: bursts. inf: equal
-    gaps."""
+    """Shape of the gamma distribution of gaps between requests. 1: Poisson. Below 1: bursts. inf: equal gaps."""
 
     ramp_up_strategy: Annotated[RampUp | None, tyro.conf.arg(metavar="{linear,exponential}", help_behavior_hint="")] = (
         None
@@ -104,16 +103,16 @@ class BenchServe(WorkloadFlags):
     """Raise the rate from --ramp-up-start-rps to --ramp-up-end-rps during the run."""
 
     ramp_up_start_rps: OptionalFloat = None
-    """Requests per second at the beginning of a ramp."""
+    """Requests per second at the start of a ramp."""
 
     ramp_up_end_rps: OptionalFloat = None
     """Requests per second at the end of a ramp."""
 
     max_concurrency: Numbers = ()
-    """Most requests at a time. Several values: one run for each. Default: no limit."""
+    """Maximum number of requests in flight. Several values: one run for each. Default: no limit."""
 
     num_warmups: int = 0
-    """Requests before the run, which are not measured."""
+    """Requests that are sent before the run and not measured."""
 
     ready_check_timeout_sec: int = 0
     """Seconds to wait for a server that is still starting."""
@@ -122,38 +121,37 @@ class BenchServe(WorkloadFlags):
     """Seed of the workload and of the arrival times."""
 
     ignore_eos: bool = False
-    """Generate --output-len tokens, past any end-of-sequence token."""
+    """Generate exactly --output-len tokens: do not stop at an end-of-sequence token."""
 
     temperature: OptionalFloat = None
-    """Sampling parameters of all requests, here and below. Default: the server's."""
+    """Sampling temperature. For this and the next seven flags, the default is the server's."""
 
     top_p: OptionalFloat = None
-    """Cumulative probability of the tokens to sample from."""
+    """Sample only from the most likely tokens whose probabilities add up to this."""
 
     top_k: OptionalInt = None
-    """Number of tokens to sample from."""
+    """Sample only from this number of most likely tokens."""
 
     min_p: OptionalFloat = None
-    """Smallest probability to sample from, relative to the likeliest token's."""
+    """Sample only from tokens with at least this fraction of the highest probability."""
 
     frequency_penalty: OptionalFloat = None
-    """Penalty per occurrence of a token in the answer."""
+    """Subtracted from the logit of each token, once per occurrence in the answer."""
 
     presence_penalty: OptionalFloat = None
-    """Penalty of tokens that occur in the answer."""
+    """Subtracted from the logit of each token that is already in the answer."""
 
     repetition_penalty: OptionalFloat = None
-    """Factor of tokens that occur in the prompt or the answer."""
+    """Above 1, tokens that are in the prompt or the answer become less likely."""
 
     logprobs: OptionalInt = None
-    """Log-probabilities per token to ask for. In a chat, this is top_logprobs."""
+    """Number of log-probabilities to request per token. In a chat, this is top_logprobs."""
 
     extra_body: OptionalText = None
-    """More fields of all bodies, as a JSON object."""
+    """More fields of every request body, as a JSON object."""
 
     percentile_metrics: OptionalText = None
-    """Metrics to print, of ttft, tpot, itl and e2el, with commas between them. Default: ttft,tpot,itl; with embeddings
-    e2el."""
+    """Metrics to print: ttft, tpot, itl and e2el, with commas. Default: ttft,tpot,itl, and e2el with embeddings."""
 
     metric_percentiles: str = "99"
     """Percentiles to print, with commas between them."""
@@ -165,23 +163,22 @@ class BenchServe(WorkloadFlags):
     """Show no progress bar."""
 
     plot: OptionalFile = None
-    """Draw time to first token, inter-token latency and throughput over --max-concurrency into this PNG file. Needs
-    matplotlib."""
+    """Plot TTFT, inter-token latency and throughput over --max-concurrency as a PNG file. Needs matplotlib."""
 
     save_result: bool = False
-    """Write the figures to a JSON file in --result-dir."""
+    """Write the metrics to a JSON file in --result-dir."""
 
     save_detailed: bool = False
     """Also write the times and the text of each request."""
 
     append_result: bool = False
-    """Append the figures to the file, a line each, instead of replacing it."""
+    """Append the metrics of each run to the file as one line, instead of replacing the file."""
 
     result_dir: OptionalFile = None
     """Folder of the result file. Default: the current folder."""
 
     result_filename: OptionalText = None
-    """Name of the result file. Default: from the backend, the rate, the concurrency, the model and the time."""
+    """Name of the result file. Default: made from the label, the rate, the concurrency, the model and the time."""
 
     label: OptionalText = None
     """Name of this benchmark, for the result file. Default: the backend."""
@@ -190,7 +187,7 @@ class BenchServe(WorkloadFlags):
     """More fields of the result file, as NAME=VALUE."""
 
     request_id_prefix: str = "bench-"
-    """Beginning of each request's X-Request-Id header."""
+    """Prefix of each request's X-Request-Id header."""
 
     def run(self) -> int:
         """Run the workload for each concurrency. Returns 1 if a request failed."""
@@ -204,8 +201,7 @@ class BenchServe(WorkloadFlags):
         percentiles = _percentiles(self.metric_percentiles)
         runs: list[BenchmarkMetrics] = []
         for number, limit in enumerate(self.max_concurrency or (None,)):
-            # A later run must not find the prompts of an earlier one in the prefix cache: it gets other random ids.
-            if number:
+            if number:  # new random ids, which the server's prefix cache does not have
                 requests = load(number)
             run = self._send(target, requests, arrivals, limit)
             metrics = summarise(
@@ -224,7 +220,7 @@ class BenchServe(WorkloadFlags):
             print(f"drawn: {self.plot}")
         return 1 if any(metrics.failed for metrics in runs) else 0
 
-    # -- what to send, and where
+    # -- requests and target
 
     def _check(self) -> None:
         """Raise RequestError for flags that cannot work, before anything is sent."""
@@ -261,7 +257,7 @@ class BenchServe(WorkloadFlags):
         return base.rstrip("/").removesuffix("/v1")
 
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get("OPENAI_API_KEY")  # as vLLM's client: a flag would show the key in the list of processes
+        key = os.environ.get("OPENAI_API_KEY")  # as in vLLM: the list of processes would show a flag with the key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         return headers | _pairs("header", self.header)
 
@@ -276,11 +272,11 @@ class BenchServe(WorkloadFlags):
         metrics = (self.percentile_metrics or default).split(",")
         for metric in metrics:
             if metric not in NAMES:
-                raise RequestError("percentile_metrics", metric, f"must be of {', '.join(NAMES)}")
+                raise RequestError("percentile_metrics", metric, f"must be one of {', '.join(NAMES)}")
         return metrics
 
     def _fields(self) -> dict[str, Any]:
-        """Fields of all bodies."""
+        """Fields of every request body. Raises RequestError."""
         fields = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.backend == "openai-chat" and "logprobs" in fields:
             fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
@@ -306,7 +302,7 @@ class BenchServe(WorkloadFlags):
         )  # fmt: skip
 
     def _cards(self) -> list[dict[str, Any]]:
-        """The models that the server lists. Waits for a server that is starting, as long as the flag says."""
+        """Models that the server lists. Waits up to --ready-check-timeout-sec for it. Raises RequestError."""
         url = f"{self._base}/v1/models"
         Endpoint.parse(url)
         until, tls = time.monotonic() + self.ready_check_timeout_sec, self.server_tls.context()
@@ -331,11 +327,11 @@ class BenchServe(WorkloadFlags):
         if model is not None:
             return model
         if not cards:
-            raise RequestError("model", None, "the server lists no model: name one")
+            raise RequestError("model", None, "the server lists no models: name one")
         return cards[0]["id"]
 
     def _loader(self, model: str, cards: Sequence[dict[str, Any]]) -> Callable[[int], list[LoadRequest]]:
-        """Return a function that draws the requests of a run, by the run's number."""
+        """Return a function from a run's number, from 0, to its requests."""
         tokenizer = _tokenizer(self.tokenizer or model)
         name = self.served_model_name or model
         lengths = [card.get("max_model_len") for card in cards if card.get("id") == name]
@@ -361,7 +357,7 @@ class BenchServe(WorkloadFlags):
         import numpy as np
         from tqdm import tqdm
 
-        first = asyncio.run(send_all(target, requests[:1], [0.0]))  # a mistake costs one request, not a whole run
+        first = asyncio.run(send_all(target, requests[:1], [0.0]))  # a mistake costs one request, not a run
         if (error := first.answers[0].error) is not None:
             raise RequestError("base_url", target.endpoint.path, f"the first request failed: {error}")
         if self.num_warmups:

@@ -1,4 +1,4 @@
-"""`jpaged bench startup`: measures how long an engine takes from its process's start to its first token.
+"""`jpaged bench startup`: measures the time from the start of an engine's process to its first token.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -26,10 +26,9 @@ WORK = {"trace": "tracing", "lower": "lowering", "compile": "compiling", "read":
 class Startup:
     """Start an engine in a new process, generate one token, and print the phases of the start.
 
-    The first start is cold: no program is stored. The others are warm. Machine code of native kernels is kept. Phases
-    that run at the same time overlap, and a phase counts the CPU seconds of all threads. Tracing, lowering, compiling
-    and reading are sums over all programs and threads, until all programs exist; those of child processes are not in
-    them.
+    The first start is cold: the compilation cache is empty, except for machine code of native kernels. Later starts are
+    warm. Phases may overlap, and each counts the CPU seconds of all threads. Tracing, lowering, compiling and reading
+    are summed over all programs and threads, without child processes, until all programs exist.
 
     Example: jpaged bench startup demo
     """
@@ -38,20 +37,19 @@ class Startup:
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     warm_starts: int = 1
-    """Warm starts after the cold one; the fastest to the first token is printed."""
+    """Number of warm starts. The one with the earliest first token is printed."""
 
     output_json: OutputJson = None
-    """Write the figures of all starts to this file, as JSON."""
+    """Write the measurements of all starts to this file, as JSON."""
 
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
-        """Start, print and write."""
         options = engine_options(self.engine, self.model_argument)
         if self.warm_starts < 1:
             raise RequestError("warm_starts", self.warm_starts, "must be at least 1")
         if options["compilation_cache_dir"] is not None:
-            accepted = "leave it out: the cold start needs an empty folder, which is removed at the end"
+            accepted = "leave it out: the cold start needs an empty folder, and makes a temporary one"
             raise RequestError("compilation_cache_dir", options["compilation_cache_dir"], accepted)
         check_writable(self.output_json)
         from tqdm import trange
@@ -73,7 +71,7 @@ class Startup:
 
 
 def start(options: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine in a new process. Returns its phases, its work, and its events with their times."""
+    """Start an engine in a new process. Returns its phases, work and events, in seconds. Raises EngineError."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", "jpaged.cli.bench.startup_child", json.dumps(options)]
     began, events = time.perf_counter(), {}
@@ -96,7 +94,7 @@ def start(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(cold: dict[str, Any], warm: dict[str, Any]) -> str:
-    """The phases of a cold and of a warm start, side by side."""
+    """Table of the phases of a cold and a warm start."""
     phases = [{name: seconds for name, *seconds in start["phases"]} for start in (cold, warm)]
     names, absent = phases[0] | phases[1], (None, None)
     lines = [f"{'seconds':32}{'cold':>9}{'CPU':>9}{'warm':>9}{'CPU':>9}"]

@@ -21,14 +21,13 @@ TRACE, LOWER, COMPILE, READ = (
 
 
 class Phases(logging.Handler):
-    """Collects the phases that `jpaged.phases` logs, in the order of their ends: (name, seconds, seconds of CPU)."""
+    """Collects the phases that `jpaged.phases` logs, in order of their ends: (name, seconds, CPU seconds)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[str, float, float]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Collect one phase."""
         if isinstance(record.args, tuple):
             name, wall, cpu = record.args
             self.rows.append((str(name), float(str(wall)), float(str(cpu))))

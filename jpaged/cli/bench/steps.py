@@ -1,4 +1,4 @@
-"""`jpaged bench steps`: measures steps and fits a cost model for `jpaged simulate`.
+"""`jpaged bench steps`: measures engine steps and fits a cost model for `jpaged simulate`.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -16,11 +16,10 @@ from jpaged.errors import RequestError
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Measure how long steps take under many loads, and fit a cost model for `jpaged simulate --cost-model`.
+    """Measure the time of engine steps under many loads, and fit a cost model for `jpaged simulate --cost-model`.
 
-    The loads are: decodes, with different numbers and lengths of requests; prompts of different lengths; and both in
-    one batch. Prints the measured and the fitted time of each load. With --swap-space it also measures moving a block
-    to host memory and back.
+    Loads: decodes with different numbers and lengths of requests, prompts of different lengths, and both in one batch.
+    Prints the measured and the fitted time of each load. --swap-space adds the time of moving a block to the host.
 
     Example: jpaged bench steps demo --output-json steps.json
     """
@@ -29,7 +28,7 @@ class Steps:
     """Folder, Hugging Face hub id, .gguf file, or demo."""
 
     repeats: int = 5
-    """Runs of each load; the median counts."""
+    """Runs of each load. The median is used."""
 
     output_json: OutputJson = None
     """Write the cost model to this file, as JSON."""
@@ -37,13 +36,12 @@ class Steps:
     engine: EngineArguments = ENGINE_DEFAULTS
 
     def run(self) -> int:
-        """Measure, fit, print and write."""
         options = {**engine_options(self.engine, self.model_argument), "enable_prefix_caching": False}
         if self.repeats < 1:
             raise RequestError("repeats", self.repeats, "must be at least 1")
         for name, unit in (("data_parallel_size", "engine"), ("pipeline_parallel_size", "pipeline stage")):
             if options[name] > 1:
-                raise RequestError(name, options[name], f"a cost model is of one {unit}: leave it out")
+                raise RequestError(name, options[name], f"a cost model describes one {unit}: leave it out")
         check_writable(self.output_json)
         from tqdm import tqdm
 
@@ -72,7 +70,7 @@ class Steps:
         about = {"model": model, "date": datetime.date.today().isoformat(), "machine": machine()}
         where = f"{about['machine']['platform']}, {about['machine']['device']}, {about['machine']['cpus']} cores"
         fitted = fit(steps, origin=f"{model} measured on {where}, {about['date']}", engine=shape)
-        if moves is not None:  # the loads move no blocks: the engine measured this at its start
+        if moves is not None:  # the engine measured it at its start; the loads move no blocks
             fitted = dataclasses.replace(fitted, per_moved_block=moves.seconds_per_move)
         errors = relative_errors(fitted, steps)
         print(f"{'load':<52}{'tokens':>7}{'rows':>6}{'KV read':>9}{'ms':>9}{'fitted':>9}{'off':>7}")
@@ -92,7 +90,7 @@ class Steps:
 
 
 def engine_shape(runner: Any) -> Any:
-    """Return the sizes of an engine, for the simulator."""
+    """Return the sizes of a runner's engine as an EngineShape."""
     from jpaged.simulator.step_load import EngineShape
 
     shapes = [program.shape for program in runner.programs.forwards]

@@ -1,4 +1,4 @@
-"""`jpaged bench throughput`: measures how long many requests take that arrive at once.
+"""`jpaged bench throughput`: measures the time of many requests that arrive at once.
 
 Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
 """
@@ -14,7 +14,7 @@ from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgum
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throughput(WorkloadFlags):
-    """Run many requests at once. Prints requests and tokens per second, and the fraction of KV memory that is wasted.
+    """Run many requests at once. Prints requests and tokens per second, and the wasted fraction of KV memory.
 
     As in vLLM's benchmark, every request generates a fixed number of tokens, at temperature 1.
 

@@ -1,4 +1,4 @@
-"""The requests of a benchmark: prompts as token ids, each with the number of tokens to generate."""
+"""Requests of a benchmark: prompts as token ids, and the number of tokens to generate for each."""
 
 import csv
 import dataclasses
@@ -13,7 +13,7 @@ import tyro
 from jpaged.cli.flags.engine import one_line_help
 from jpaged.errors import RequestError
 
-# vLLM's sizes of the random dataset, and its limits on conversations, in tokens.
+# vLLM's defaults for datasets, and its limits for ShareGPT conversations, in tokens.
 RANDOM_INPUT_LEN, RANDOM_OUTPUT_LEN = 1024, 128
 CUSTOM_OUTPUT_LEN = 256
 PREFIX_LEN, SUFFIX_LEN, NUM_PREFIXES, REPETITION_OUTPUT_LEN = 256, 256, 10, 128  # of prefix_repetition
@@ -25,7 +25,7 @@ FROM_FILES = ("sharegpt", "custom", "burstgpt")
 OptionalInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 
 
-# Optional numbers that also have the names of vLLM's flags.
+# Each has vLLM's names of the flag as aliases.
 InputLen = Annotated[OptionalInt, tyro.conf.arg(aliases=["--random-input-len"])]
 OutputLen = Annotated[
     OptionalInt,
@@ -42,27 +42,27 @@ class BenchRequest:
     """One request of a workload."""
 
     prompt_token_ids: list[int]
-    output_len: int  # tokens to generate, past any end-of-sequence token
-    text: str | None = None  # the prompt's text in the file; None for a prompt of random ids
+    output_len: int  # tokens to generate; end-of-sequence tokens do not end the request
+    text: str | None = None  # the prompt as text; None for a prompt of random ids
 
 
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadFlags:
-    """The flags that choose a workload."""
+    """Flags that select a workload."""
 
     dataset_name: Annotated[
         Literal["random", "random-total", "sharegpt", "custom", "prefix_repetition", "burstgpt"] | None,
         tyro.conf.arg(metavar="{" + ",".join(DATASETS) + "}", help_behavior_hint=""),
     ] = None
     """random: random token ids, with lengths around --input-len and --output-len. random-total: random token ids, with
-    a total length between --total-len-min and --total-len-max. prefix_repetition: random token ids after one of a few
-    prefixes. From the file --dataset-path: sharegpt: conversations. custom: prompts. burstgpt: random token ids, with
-    the lengths of the file. Default: sharegpt if --dataset-path is given, else random."""
+    a total length from --total-len-min to --total-len-max. prefix_repetition: random token ids after one of a few
+    prefixes. burstgpt: random token ids, with the lengths in --dataset-path. sharegpt: conversations in --dataset-path.
+    custom: prompts in --dataset-path. Default: sharegpt if --dataset-path is given, else random."""
 
     dataset_path: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """sharegpt: JSON file of conversations. custom: JSON lines with a prompt, and output_tokens if they differ from
-    --output-len. burstgpt: CSV file of the BurstGPT trace."""
+    """sharegpt: JSON file of conversations. custom: JSON lines with prompt and, optionally, output_tokens, which
+    --output-len overrides. burstgpt: CSV file of the BurstGPT trace."""
 
     num_prompts: int = 1000
     """Number of requests."""
@@ -71,14 +71,14 @@ class WorkloadFlags:
     """Prompt tokens per request, with random. Default: 1024."""
 
     output_len: OutputLen = None
-    """Tokens to generate per request. Default: 128 with random and prefix_repetition, 256 with custom; with sharegpt
-    and burstgpt, the length of the recorded answer."""
+    """Tokens to generate per request. Default: 128 with random and prefix_repetition, output_tokens or 256 with custom,
+    the length of the recorded answer with sharegpt and burstgpt."""
 
     random_range_ratio: float = 0.0
     """With random, draw lengths uniformly between (1 - ratio) and (1 + ratio) times --input-len and --output-len."""
 
     prefix_len: Annotated[int, tyro.conf.arg(aliases=["--random-prefix-len"])] = 0
-    """With random, length of a prefix shared by all prompts. It comes before the --input-len tokens of each prompt."""
+    """With random, length of a prefix that all prompts share, in addition to --input-len."""
 
     prefix_repetition_prefix_len: int = PREFIX_LEN
     """With prefix_repetition, length of each prefix."""
@@ -87,7 +87,7 @@ class WorkloadFlags:
     """With prefix_repetition, tokens of each prompt after its prefix."""
 
     prefix_repetition_num_prefixes: int = NUM_PREFIXES
-    """With prefix_repetition, number of prefixes. Each gets as many prompts."""
+    """With prefix_repetition, number of prefixes. Prompts are divided equally among them."""
 
     total_len_min: int = 256
     """With random-total, minimum number of tokens of a request, prompt and output together."""
@@ -101,10 +101,7 @@ class WorkloadFlags:
     def requests(
         self, *, vocab_size: int, max_model_len: int, seed: int, encode: Callable[[str], list[int]] | None
     ) -> list[BenchRequest]:
-        """Make the requests. encode: the model's tokenizer, which only sharegpt and custom need.
-
-        Raises RequestError for flags that contradict each other or exceed the model's limits.
-        """
+        """Make the requests. encode: needed by sharegpt and custom. Raises RequestError for bad flags and files."""
         if self.num_prompts < 1:
             raise RequestError("num_prompts", self.num_prompts, "must be at least 1")
         rng = np.random.default_rng(seed)
@@ -232,18 +229,18 @@ class WorkloadFlags:
 
 
 def random_ids(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
-    """Draw token ids uniformly from the vocabulary."""
+    """Draw `count` token ids uniformly from the vocabulary."""
     return rng.integers(0, vocab_size, size=count).tolist()
 
 
 def _needed(encode: Callable[[str], list[int]] | None, dataset: str) -> Callable[[str], list[int]]:
     if encode is None:
-        raise RequestError("dataset_name", dataset, "needs a model with a tokenizer: use random")
+        raise RequestError("dataset_name", dataset, "needs a tokenizer: name a model with one, or use random")
     return encode
 
 
 def custom_prompts(path: pathlib.Path) -> list[tuple[str, int | None]]:
-    """Read JSON lines with `prompt` and optional `output_tokens`. Raises RequestError with the number of a bad line."""
+    """Read JSON lines: (prompt, output_tokens or None). Raises RequestError with the number of a bad line."""
     prompts: list[tuple[str, int | None]] = []
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -262,7 +259,7 @@ def custom_prompts(path: pathlib.Path) -> list[tuple[str, int | None]]:
 
 
 def burstgpt_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
-    """Read (prompt tokens, output tokens) of a BurstGPT trace: requests of GPT-4 with an answer, as vLLM's client."""
+    """Read (prompt tokens, output tokens) of a trace's answered GPT-4 requests, as vLLM does. Raises RequestError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             rows = [(row["Model"], int(row["Request tokens"]), int(row["Response tokens"]))
@@ -273,7 +270,7 @@ def burstgpt_lengths(path: pathlib.Path) -> list[tuple[int, int]]:
 
 
 def _first_turns(path: pathlib.Path) -> Sequence[tuple[str, str]]:
-    """Return the first question and answer of each conversation."""
+    """Return the first two messages of each conversation. Raises RequestError."""
     try:
         conversations: Any = json.loads(path.read_text(encoding="utf-8-sig"))
         return [

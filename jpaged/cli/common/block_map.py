@@ -13,16 +13,16 @@ from rich.text import Text
 from jpaged.snapshot import BlockSnapshot, EngineSnapshot, RequestSnapshot
 
 BLOCKS_A_LINE = 64
-EMPTY, CACHED, MANY = ".", "-", "+"  # MANY: 10 owners or more
+EMPTY, CACHED, MANY = ".", "-", "+"  # MANY: a block with 10 owners or more
 MARKS = string.ascii_letters
-GOLDEN = 0.618034  # of the colour circle, from one hue to the next: keeps any number of hues apart
+GOLDEN = 0.618034  # step from one hue to the next, as a fraction of the colour circle: any number of hues differ
 
 Colour = tuple[float, float, float]  # red, green, blue in [0, 1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """How a request is shown: its letter in the terminal, and its colour in the terminal and in the picture."""
+    """A request's letter in the terminal, and its colour in the terminal and in the picture."""
 
     mark: str
     colour: Colour
@@ -33,7 +33,7 @@ class Look:
 
 
 def looks(snapshot: EngineSnapshot) -> dict[str, Look]:
-    """Return the look of each request that owns blocks, by request id, in the order of the request table."""
+    """Return the look of each request that owns blocks, by request id: running requests first, then waiting ones."""
     ids = dict.fromkeys(r.request_id for r in (*snapshot.running, *snapshot.waiting) if r.num_blocks)
     return {
         request_id: Look(MARKS[i % len(MARKS)], colorsys.hsv_to_rgb((0.58 + i * GOLDEN) % 1, 0.7, 0.85 - 0.2 * (i % 2)))
@@ -64,7 +64,7 @@ def summary(snapshot: EngineSnapshot) -> list[str]:
 
 
 def wrong_counts(snapshot: EngineSnapshot) -> list[str]:
-    """Describe blocks whose reference count is not the number of their owners. Such a block is a bug of the engine."""
+    """Describe each block whose reference count differs from its number of owners, which is a bug of the engine."""
     return [
         f"block {block.block}: reference count {block.ref_count}, but {len(block.owners)} block tables contain it"
         for block in snapshot.blocks
@@ -91,7 +91,7 @@ def show(snapshot: EngineSnapshot, out: Console) -> None:
 
 
 def block_lines(snapshot: EngineSnapshot, known: dict[str, Look]) -> list[Text]:
-    """Draw one character per block, BLOCKS_A_LINE per line. Consecutive lines without an owner are summed up in one."""
+    """Draw one character per block, BLOCKS_A_LINE per line. Consecutive lines without owners become one line."""
     lines: list[Text] = []
     free: list[BlockSnapshot] = []
     for start in range(0, len(snapshot.blocks), BLOCKS_A_LINE):

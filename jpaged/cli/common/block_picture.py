@@ -1,4 +1,4 @@
-"""Draws a snapshot of the engine: one cell per block of the KV pool, coloured by the request that owns the block.
+"""Draws a snapshot of the engine: one cell per block of the KV pool, in the colour of the owning request.
 
 Imported late: matplotlib, which only the picture needs.
 """
@@ -32,14 +32,13 @@ class Grid:
 
     @classmethod
     def of(cls, num_blocks: int) -> "Grid":
-        """Choose columns and cell size: readable cells for a small pool, cells of two pixels for a large one."""
+        """Choose columns and cell size: cells of up to 40 pixels for a small pool, of 2 pixels for a large one."""
         columns = next((wide for wide, most in ((16, 128), (32, 512), (64, 2048)) if num_blocks <= most), 0)
         columns = columns or 32 * -(-int((2 * num_blocks) ** 0.5) // 32)  # about twice as wide as high
         return cls(num_blocks, columns, min(40, max(2, 1152 // columns)))
 
     @property
     def rows(self) -> int:
-        """Number of rows of cells."""
         return -(-self.num_blocks // self.columns)
 
     @property
@@ -65,7 +64,7 @@ def paint(snapshot: EngineSnapshot, known: dict[str, Look]) -> np.ndarray:
 
 
 def _cell(block: BlockSnapshot, side: int, block_size: int, known: dict[str, Look]) -> np.ndarray:
-    """Draw one block in its owner's colour, in stripes if it has several owners; the unfilled part is pale."""
+    """Draw one block: a stripe per owner, in the owner's colour. The part without tokens is pale."""
     if not block.ref_count:
         cell = np.empty((side, side, 3), np.float32)
         cell[:] = EMPTY if block.prefix_hash is None else CACHED
@@ -101,7 +100,7 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
     entries += [
         Patch(facecolor=dark, edgecolor=bright, hatch="////", linewidth=0, label="striped: shared; number: owners"),
         Patch(facecolor=lighter(dark, UNFILLED), label="pale: slots without a token"),
-        Patch(facecolor=CACHED, label="cached: free, reused by a prompt with the same beginning"),
+        Patch(facecolor=CACHED, label="cached: free, reused by a prompt with the same prefix"),
         Patch(facecolor=EMPTY, edgecolor=OUTLINE, label="empty"),
     ]
     legend_high = LEGEND_ROW * -(-len(entries) // 2) + 24
@@ -109,11 +108,11 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
     for line, text in enumerate(summary(snapshot)):
         figure.text(LEFT / width, 1 - (24 + 20 * line) / height, text, fontsize=10 if line else 12)
-    # Whole pixels, so that cells have the size that `paint` gives them.
+    # The axes cover whole pixels, so that each cell keeps its size in pixels.
     axes = figure.add_axes((LEFT / width, legend_high / height, wide / width, high / height))
     axes.imshow(pixels, interpolation="nearest", aspect="auto", extent=(0, wide, high, 0))
     axes.set_xticks([])
-    every = max(1, -(-20 // grid.cell))  # rows per row number
+    every = max(1, -(-20 // grid.cell))  # one row number for this number of rows
     numbered = range(0, grid.rows, every)
     axes.set_yticks([(row + 0.5) * grid.cell for row in numbered], [f"{row * grid.columns:,}" for row in numbered])
     axes.tick_params(length=0, labelsize=8)
@@ -130,15 +129,15 @@ def draw(snapshot: EngineSnapshot, path: pathlib.Path) -> None:
         entries, ["-"] * len(entries), loc="upper left", bbox_to_anchor=(LEFT / width, (legend_high - 4) / height),
         ncols=2, fontsize=9, frameon=False, borderpad=0, borderaxespad=0,
     )  # fmt: skip
-    # The texts are set here, because matplotlib leaves out entries whose label begins with _.
+    # Texts are set after the legend is made, because matplotlib omits entries with labels that begin with _.
     for entry, patch in zip(legend.get_texts(), entries, strict=True):
-        entry.set_parse_math(False)  # ids are text: matplotlib reads $ as math
+        entry.set_parse_math(False)  # matplotlib would read a $ in a request id as math
         entry.set_text(str(patch.get_label()))
     figure.savefig(path, dpi=DPI, format="png")
 
 
 def _label(snapshot: EngineSnapshot, request_id: str) -> str:
-    """Return a request's text in the legend, its parallel samples counted together."""
+    """Return a request's text in the legend, summed over its parallel samples."""
     samples = [r for r in (*snapshot.running, *snapshot.waiting) if r.request_id == request_id]
     tokens = sum(sample.prompt_tokens + sample.output_tokens for sample in samples)
     name = request_id if len(request_id) <= 24 else f"{request_id[:12]}…{request_id[-8:]}"

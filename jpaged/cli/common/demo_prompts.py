@@ -1,4 +1,4 @@
-"""Beginnings of Python code for the demo model, and how `jpaged generate` samples from it by default."""
+"""Prompts of Python code for the demo model, and the defaults of `jpaged generate` for it."""
 
 BUILT_IN_PROMPTS: tuple[str, ...] = (
     "def read_json(path):",
@@ -22,7 +22,7 @@ BUILT_IN_PROMPTS: tuple[str, ...] = (
     "try:\n    import ssl\nexcept ImportError:",
     "for name in os.listdir(path):",
 )
-"""For tools and tests. Short on purpose: the output then shows the model, not the prompt."""
+"""For tools and tests. They are short, so that the output shows the model, not the prompt."""
 
 FIRST_PROMPTS: tuple[str, ...] = (
     "def split_path(path):",
@@ -35,7 +35,7 @@ FIRST_PROMPTS: tuple[str, ...] = (
 """The default prompts of `jpaged generate`."""
 
 FIRST_STOP = ("\n\n\n", "\ndef ", "\nclass ", "\n#")
-"""Stop strings for FIRST_PROMPTS: an answer ends with its function or class."""
+"""Stop strings for FIRST_PROMPTS: an answer ends after its function or class."""
 
 DEMO_REPETITION_PENALTY = 1.15
-"""15 of 20 greedy answers of 64 tokens repeat a line with a penalty of 1, and 5 of 20 with this one."""
+"""With it, 5 of 20 greedy answers of 64 tokens repeat a line. With a penalty of 1, 15 of 20 do."""

@@ -1,4 +1,4 @@
-"""Runs prompts on an `AsyncLLM` from code without asyncio, and yields their outputs as they come."""
+"""Runs prompts on an `AsyncLLM` from code without asyncio, and yields their outputs while they are generated."""
 
 import asyncio
 from collections.abc import Generator, Sequence
@@ -12,10 +12,9 @@ from jpaged.params.sampling import SamplingParams
 def outputs_as_they_come(
     engine: Generates, prompts: Sequence[Any], params: SamplingParams
 ) -> Generator[tuple[int, RequestOutput], None, None]:
-    """Yield each prompt's index with its output so far. The last output of a prompt is `finished`.
+    """Yield (prompt's index, output so far) after each step. The last output of a prompt is `finished`.
 
-    Closing the generator aborts the prompts that still run. Ctrl-C aborts them too and raises KeyboardInterrupt.
-    Raises the error of the first prompt that fails.
+    Raises the error of the first prompt that fails. Closing the generator, or Ctrl-C, aborts the running prompts.
     """
     outputs = outputs_of(engine, prompts, params, "prompt")
     with asyncio.Runner() as runner:

@@ -45,7 +45,7 @@ def _processor() -> str:
 def check_writable(path: pathlib.Path | None, parameter: str = "output_json") -> None:
     """Raise RequestError if a file cannot be written. Called before the work, so that no results are lost.
 
-    The file's content stays. A file that did not exist still does not exist afterwards, because the work may fail.
+    An existing file keeps its content. A new file is removed again, because the work may fail.
     """
     if path is None:
         return
@@ -60,21 +60,21 @@ def check_writable(path: pathlib.Path | None, parameter: str = "output_json") ->
 
 
 def needs_matplotlib(parameter: str, path: pathlib.Path) -> None:
-    """Raise RequestError for a picture that cannot be drawn, because matplotlib is missing."""
+    """Raise RequestError if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         accepted = "needs matplotlib: python -m pip install matplotlib"
         raise RequestError(parameter, str(path), accepted)
 
 
 def write_json(path: pathlib.Path | None, data: Any) -> None:
-    """Write results to a file. Does nothing if path is None."""
+    """Write results to a file, if there is a path."""
     if path is not None:
         text = json.dumps(data, indent=2, ensure_ascii=False, default=_bytes_as_numbers)
         path.write_text(text + "\n", encoding="utf-8")
 
 
 def _bytes_as_numbers(value: Any) -> list[int]:
-    """Convert a token's bytes to a list of numbers, as OpenAI's API does: part of a character has no text."""
+    """Convert a token's bytes to integers, as OpenAI's API does. Part of a UTF-8 character has no text."""
     if isinstance(value, bytes):
         return list(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")

@@ -1,1 +1,1 @@
-"""Flags: groups that commands have as a field, where they come from, and their order in `--help`. No command."""
+"""Flags that commands share, their order in `--help`, and the steps that rewrite a command line before parsing."""

@@ -1,4 +1,4 @@
-"""Flags of `jpaged serve` about who may use the server: keys, hosts, other origins, TLS.
+"""Flags of `jpaged serve` for access control: keys, hosts, origins and TLS.
 
 Imported late: the server, which `--help` does not need.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger("jpaged.serving")
 
 
 def _keys(words: list[str]) -> tuple[str, ...]:
-    """Return the keys after a flag. Raises ValueError if there is none: the server would require no key at all."""
+    """Return the keys after a flag. Raises ValueError if there are none, because the server would require no key."""
     if not words:
         raise ValueError("write at least one key after it; leave the flag out for a server without keys")
     return tuple(words)
@@ -61,65 +61,65 @@ File = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavio
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccessFlags:
-    """Who may use the server."""
+    """Access control of the server."""
 
     api_key: Keys = ()
-    """Require one of these keys (Authorization: Bearer KEY) on every route except /health and /ready. Every user of the
-    machine can read them in the list of processes: prefer --api-key-file, or the environment variable JPAGED_API_KEY or
-    VLLM_API_KEY. All of them count. Default: require no key."""
+    """Require one of these keys (Authorization: Bearer KEY) except on /health, /ready, /ping, /ui and /admin.
+    Every user of the machine can read them in the list of processes: prefer --api-key-file, or the environment variable
+    JPAGED_API_KEY or VLLM_API_KEY. Keys of all these sources are accepted. Default: require no key."""
 
     api_key_file: File = None
-    """File with API keys, one a line. Only its owner should be able to read it."""
+    """File with API keys, one per line. Only its owner should have read permission."""
 
     admin_key: Keys = ()
-    """Add the routes below /admin, and require one of these keys for them (Authorization: Bearer KEY). Prefer
-    --admin-key-file, or the environment variable JPAGED_ADMIN_KEY. Default: no such routes."""
+    """Serve the routes under /admin to requests with one of these keys (Authorization: Bearer KEY). Prefer
+    --admin-key-file, or the environment variable JPAGED_ADMIN_KEY. Default: no /admin routes."""
 
     admin_key_file: File = None
-    """File with admin keys, one a line. Only its owner should be able to read it."""
+    """File with admin keys, one per line. Only its owner should have read permission."""
 
     allowed_hosts: Words = ()
-    """Host headers to accept next to localhost: names, addresses, *.example.com, or * for any. Default: on a loopback
-    address localhost only, which keeps out web pages that point their name at this machine; on other addresses any."""
+    """Host headers to accept in addition to localhost: names, addresses, *.example.com, or * for any. Default: only
+    localhost on a loopback --host, against DNS rebinding by web pages; any on another --host."""
 
     allowed_origins: Words = ()
     """Origins whose web pages may use the server (CORS), such as https://chat.example.com; * for all. Default: none."""
 
     allowed_methods: Words = ("*",)
-    """Methods that those web pages may use."""
+    """HTTP methods that pages of --allowed-origins may use."""
 
     allowed_headers: Words = ("*",)
-    """Headers that those web pages may send."""
+    """Headers that pages of --allowed-origins may send."""
 
     allow_credentials: bool = False
-    """Let those web pages send cookies and client certificates."""
+    """Let pages of --allowed-origins send cookies and client certificates."""
 
     root_path: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint="")] = ""
     """Prefix that a proxy adds to all paths, such as /llm."""
 
     profile_dir: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Folder for profiles. With an admin key it adds /admin/profile/start and /admin/profile/stop."""
+    """Folder for profiles. Adds /admin/profile/start and /admin/profile/stop. Needs an admin key."""
 
     batch_folder: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Keep files and batches of clients in this folder: adds /v1/files and /v1/batches. One server uses a folder at a
-    time. Default: no such routes."""
+    """Folder for the files and batches of clients. Adds /v1/files and /v1/batches. Only one server at a time may use a
+    folder. Default: no such routes."""
 
     ssl_keyfile: File = None
-    """Private key for TLS, in PEM format. Not needed if the file of --ssl-certfile contains it."""
+    """Private key for TLS, in PEM format. Not needed if --ssl-certfile contains it."""
 
     ssl_certfile: File = None
-    """Certificate for TLS, in PEM format. The server speaks https then."""
+    """Certificate for TLS, in PEM format. With it, the server uses https."""
 
     ssl_ca_certs: File = None
-    """Certificates of authorities, in PEM format, to check the certificates of clients."""
+    """CA certificates in PEM format, to check the certificates of clients."""
 
     ssl_cert_reqs: int = 0
     """Certificates of clients. 0: none needed. 1: one that is sent must be valid. 2: every client must have one."""
 
     def app_options(self, host: str | None) -> "AppOptions":
-        """Return the options of the application. host: the server listens on it; None: on a Unix socket.
+        """Return the options of the application. host: address that the server listens on; None: a Unix socket.
 
-        Raises RequestError for a bad value. Warns if others can use the server without a key.
+        Raises RequestError for a bad value. Warns if other machines can use the server without a key.
         """
         from jpaged.serving.app_options import AppOptions, CrossOrigin
         from jpaged.serving.files.store import FileStore
@@ -144,13 +144,12 @@ class AccessFlags:
         if root and (not root.startswith("/") or root.endswith("/")):
             raise RequestError("root_path", root, "must begin with a slash, and not end with one")
         if self.profile_dir is not None and not admin_keys:
-            raise RequestError("profile_dir", str(self.profile_dir), "goes together with an admin key")
+            raise RequestError("profile_dir", str(self.profile_dir), "needs an admin key: add --admin-key-file")
         origins = CrossOrigin(self.allowed_origins, self.allowed_methods, self.allowed_headers, self.allow_credentials)
         files = FileStore(self.batch_folder) if self.batch_folder is not None else None
         return AppOptions(api_keys, admin_keys, hosts, origins, root, self.profile_dir, files=files)
 
     def tls(self) -> "TlsOptions":
-        """Return the options of TLS."""
         from jpaged.serving.web.tls import TlsOptions
 
         return TlsOptions(self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs, self.ssl_cert_reqs)

@@ -1,4 +1,4 @@
-"""Flags of the commands that ask a server: which certificates of https servers to accept.
+"""TLS flags of the commands that send requests to a server: the certificates that they accept.
 
 Imported late: the client, which `--help` does not need.
 """
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerTlsFlags:
-    """Which certificates of https servers to accept."""
+    """Certificates of https servers that a command accepts."""
 
     ca_file: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Trust these certificates, in PEM format, in place of the system's: for a server whose certificate is its own."""
+    """Trust the certificates in this PEM file instead of the system's, for a self-signed server certificate."""
 
     insecure: bool = False
-    """Do not check the certificate of an https server. Prefer --ca-file: another machine could get the key."""
+    """Do not check the server's certificate. Prefer --ca-file: unchecked, another machine could receive the key."""
 
     def context(self) -> "ssl.SSLContext":
-        """Return the context of a client. Raises RequestError for a bad file, and if both flags are given."""
+        """Return the client's TLS context. Raises RequestError for a bad file, and if both flags are given."""
         from jpaged.load_client.http_get import client_tls
 
         return client_tls(insecure=self.insecure, ca_file=self.ca_file)

@@ -1,6 +1,6 @@
-"""`jpaged serve --detect-nodes`: number, rank and first host of the nodes, from what the cluster sets for a process.
+"""`jpaged serve --detect-nodes`: reads the nodes' number, rank and first host from the cluster's environment variables.
 
-The variables are those that JAX's own detection reads (`jax.distributed.initialize`), and LeaderWorkerSet's.
+It reads the variables of `jax.distributed.initialize`, and LeaderWorkerSet's.
 """
 
 import dataclasses
@@ -22,16 +22,13 @@ class Node:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the engine."""
+        """Engine options."""
         return {"nnodes": self.nnodes, "node_rank": self.node_rank, "master_addr": self.master_addr}
 
 
 def detect(environ: Mapping[str, str]) -> Node:
-    """The node of this process. environ: of the process.
-
-    Raises RequestError if no cluster is found, or if it does not start one process on each node.
-    """
-    if "LWS_GROUP_SIZE" in environ:  # before TPU: the controller sets the variables of TPU pods, too
+    """Find this process's node. Raises RequestError outside a known cluster, or unless each node has one process."""
+    if "LWS_GROUP_SIZE" in environ:  # before TPU, because the LeaderWorkerSet controller sets the TPU variables too
         size, rank = _number(environ, "LWS_GROUP_SIZE"), _number(environ, "LWS_WORKER_INDEX")
         return _checked("LeaderWorkerSet", size, rank, _text(environ, "LWS_LEADER_ADDRESS"))
     if "TPU_WORKER_HOSTNAMES" in environ:

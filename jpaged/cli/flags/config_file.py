@@ -17,13 +17,10 @@ KEYS = ("api-key", "admin-key")
 
 
 def with_config_file(args: Sequence[str]) -> list[str]:
-    """Return a command line in which `--config FILE` is replaced by the flags of that file.
+    """Replace `--config FILE` in a command line by the flags in that YAML file. The file's keys are names of flags.
 
-    The file's keys are names of flags. They come before the flags of the command line, which therefore win. `model` in
-    the file is left out if the command line names a model.
-
-    Warns if the file has API keys or admin keys and other users can read it. Raises RequestError for a file that cannot
-    be read.
+    Flags on the command line win, because they come later. The file's `model` is dropped if the command line has one.
+    Warns if the file has API or admin keys and other users can read it. Raises RequestError for an unreadable file.
     """
     end = args.index("--") if "--" in args else len(args)
     flags, words = list(args[:end]), list(args[end:])
@@ -41,21 +38,20 @@ def with_config_file(args: Sequence[str]) -> list[str]:
     if not paths:
         return list(args)
     if len(paths) > 1:
-        raise RequestError("config", paths[1], "only one file: put all flags into it")
-    # `bench serve`: the flags belong to the second word.
+        raise RequestError("config", paths[1], "a second file: put all flags into one")
     begin = 2 if rest[0] == "bench" and len(rest) > 1 else 1
     values = _read(pathlib.Path(paths[0]))
     named = rest[begin:] and not rest[begin].startswith("-")
     if named or any(word == "--model" or word.startswith("--model=") for word in rest):
         values.pop("model", None)
     from_file = [word for name, value in values.items() for word in words_of(name, value)]
-    # After the model and the prompts, which a flag of several words would take.
+    # Before the first flag, but after the model and the prompts: a flag with several values would consume them.
     place = next((place for place in range(begin, len(rest)) if rest[place].startswith("-")), len(rest))
     return [*rest[:place], *from_file, *rest[place:], *words]
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    """Read a file whose content is a mapping. Raises RequestError."""
+    """Read a YAML mapping. Underscores in its keys become dashes. Raises RequestError."""
     import yaml
 
     try:
@@ -76,7 +72,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def words_of(name: str, value: Any) -> list[str]:
-    """Return the words of a flag on a command line."""
+    """Return a flag as words of a command line. A list becomes several values, a dict becomes JSON."""
     match value:
         case None:
             return []

@@ -1,4 +1,4 @@
-"""Flags shared by several commands: the engine's options, made from EngineConfig, and the model."""
+"""Flags that commands share: the engine options, which are made from EngineConfig, and the model."""
 
 import ast
 import dataclasses
@@ -31,7 +31,7 @@ from jpaged.errors import RequestError
 T = TypeVar("T")
 NO_MODEL = "name a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
 
-# Options with a few accepted words. The help lists the words; the engine checks the value.
+# Options with a fixed set of values. The help lists the values, and the engine checks the option.
 CHOICES = {
     "runner": RUNNERS,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -45,7 +45,7 @@ CHOICES = {
 
 
 def _json_object(words: list[str]) -> dict[str, Any]:
-    """Return the object of a flag's word. Raises ValueError, which tyro shows next to the flag."""
+    """Parse a flag's value as a JSON object. Raises ValueError, which tyro prints next to the flag."""
     value = json.loads(words[0])  # JSONDecodeError is a ValueError
     if not isinstance(value, dict):
         raise ValueError('write a JSON object, such as {"temperature": 0.7}')
@@ -77,7 +77,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def one_line_help(cls: type[T]) -> type[T]:
-    """Class decorator of a command: each field's help is its docstring without line breaks, which tyro would keep."""
+    """Class decorator: use each field's docstring as its help, without line breaks, which tyro would keep."""
     for name, doc in field_docs(cls).items():
         hint: Any = cls.__annotations__[name]
         cls.__annotations__[name] = Annotated[hint, tyro.conf.arg(help=doc)]
@@ -85,7 +85,7 @@ def one_line_help(cls: type[T]) -> type[T]:
 
 
 def _flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
-    """Annotate a field's type with its help text. An optional value shows its type alone; the text explains None."""
+    """Annotate a field's type with its help. The help shows no default of None, which the text explains."""
     if hint == Mapping[str, Any] | None:
         return Annotated[hint, JSON_OBJECT, tyro.conf.arg(help=help_text, help_behavior_hint="")]
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
@@ -100,7 +100,7 @@ def _flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
 
 
 def _engine_flags() -> type:
-    """Make a dataclass with EngineConfig's fields as flags. The model is optional: it may be a positional argument."""
+    """Make a dataclass with EngineConfig's fields as flags. `model` is optional, as it may be a positional argument."""
     docs = field_docs(EngineConfig)
     hints = typing.get_type_hints(EngineConfig)
     fields = []
@@ -121,10 +121,7 @@ ENGINE_DEFAULTS: Any = EngineFlags()
 
 
 def engine_options(flags: Any, model: str | None) -> dict[str, Any]:
-    """Return the keyword arguments of `LLM` or `AsyncLLM`.
-
-    model: the positional argument. Raises RequestError unless exactly one of it and --model is given.
-    """
+    """Return keyword arguments for `LLM`. model: positional. Raises RequestError unless it or --model is given."""
     options = {field.name: getattr(flags, field.name) for field in dataclasses.fields(EngineConfig)}
     if model is not None and options["model"] is not None:
         raise RequestError("model", model, f"a second model next to --model {options['model']}: name one")
@@ -135,7 +132,7 @@ def engine_options(flags: Any, model: str | None) -> dict[str, Any]:
 
 
 def read_text(parameter: str, path: pathlib.Path | None) -> str | None:
-    """Return the text of a file that a flag names. Raises RequestError if it cannot be read."""
+    """Return the text of a flag's file, or None without one. Raises RequestError if the file cannot be read."""
     if path is None:
         return None
     try:

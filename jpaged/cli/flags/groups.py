@@ -1,16 +1,16 @@
-"""Groups of flags in the help of a command: the flags used most come first, then one group per subject."""
+"""Groups of flags in a command's help. The most used flags come first, then one group per subject."""
 
 import dataclasses
 import typing
 from typing import Any
 
-# In this order. The help of a command begins with the first ten that the command has.
+# A command's help begins with the first ten of these flags that the command has.
 MOST_USED = (
     "host", "port", "api_key_file", "served_model_name", "system_prompt", "temperature", "top_p", "max_tokens", "n",
     "stop", "max_model_len", "max_num_seqs", "dtype", "quantization", "kv_cache_memory_bytes", "tensor_parallel_size",
 )  # fmt: skip
 
-# Title to flags. A flag that has no group is with the first ones. The title is the word before "options".
+# Title -> flags. The help shows "TITLE options". A flag without a group follows the first ten.
 GROUPS: dict[str, tuple[str, ...]] = {
     "sampling": (
         "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "top_k", "min_p", "typical_p",
@@ -60,14 +60,11 @@ _FIRST = 10
 
 
 def grouped(command: type) -> type:
-    """Return a dataclass with the flags of a command, also those of its dataclass fields, in groups.
-
-    `ungrouped` makes the command of its instances.
-    """
+    """Return a dataclass with the flags of a command and of its dataclass fields, in groups. Inverse: `ungrouped`."""
     leaves = _leaves(command)
     first = [name for name in MOST_USED if name in leaves][:_FIRST]
     group_of = {name: title for title, names in GROUPS.items() for name in names}
-    group_of |= dict.fromkeys(MOST_USED, "model")  # those that are not among the first ten
+    group_of |= dict.fromkeys(MOST_USED, "model")  # most used flags after the first ten
     group_of |= dict.fromkeys(first, "")
     positional = [name for name in ("model_argument", "words") if name in leaves]
     own = [name for name in leaves if group_of.get(name, "") == "" and name not in (*positional, *first)]
@@ -84,7 +81,7 @@ def grouped(command: type) -> type:
 
 
 def ungrouped(command: type, flags: Any) -> Any:
-    """Make a command of an instance of its grouped dataclass."""
+    """Convert an instance of `grouped(command)` into a `command`."""
     values = {field.name: getattr(flags, field.name) for field in dataclasses.fields(flags)}
     for title in GROUPS.keys() & values.keys():
         group = values.pop(title)
@@ -99,13 +96,12 @@ def _made(cls: Any, values: dict[str, Any]) -> Any:
 
 
 def _nested(cls: type) -> dict[str, type]:
-    """The dataclass fields of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
 
 
 def _leaves(cls: Any) -> dict[str, Any]:
-    """Name, type and default of each field of a dataclass and of its dataclass fields, by name."""
+    """(name, type, default) of each field by name. The fields of nested dataclasses take the place of the dataclass."""
     hints, nested = typing.get_type_hints(cls, include_extras=True), _nested(cls)
     leaves: dict[str, Any] = {}
     for field in dataclasses.fields(cls):

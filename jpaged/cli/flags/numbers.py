@@ -14,10 +14,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 
 
 def with_whole_numbers(args: Sequence[str]) -> list[str]:
-    """Return a command line in which the engine's whole numbers have no units: 32k is 32,000, and 32K is 32,768.
-
-    Raises RequestError for a number that is not whole, such as 1.5 tokens.
-    """
+    """Replace 32k by 32000 and 32K by 32768 in the engine's integer flags. 1.0005k raises RequestError: not whole."""
     end = args.index("--") if "--" in args else len(args)
     names = _whole_number_flags()
     words = list(args[:end])
@@ -31,7 +28,7 @@ def with_whole_numbers(args: Sequence[str]) -> list[str]:
 
 
 def _whole_number_flags() -> set[str]:
-    """Return the flags of all engine options that are whole numbers."""
+    """Return the flags of all integer engine options."""
     hints = typing.get_type_hints(EngineConfig)
     flags = set()
     for field in dataclasses.fields(EngineConfig):
@@ -45,7 +42,7 @@ def _whole_number_flags() -> set[str]:
 def _in_full(flag: str, word: str) -> str:
     found = _NUMBER.fullmatch(word)
     if found is None:
-        return word  # a plain number, or a mistake that the flag's own check names
+        return word  # no unit, or a mistake that the flag's own check reports
     value = float(found[1]) * UNITS[found[2]]
     if value != int(value):
         name = flag.removeprefix("--").replace("-", "_")

@@ -1,7 +1,6 @@
-"""Flags of vLLM that jpaged has under another name, or does not have: those are dropped where they ask for nothing,
-otherwise refused by name.
+"""Flags of vLLM that jpaged lacks or has under another name. `frontend/engine_config.py` does the same for Python.
 
-`frontend/engine_config.py` does the same for options in Python.
+A flag that jpaged lacks is dropped at a neutral value, which asks for nothing. At any other value it is an error.
 """
 
 import ast
@@ -10,12 +9,12 @@ from typing import Any
 
 from jpaged.frontend.engine_config import ALIASES, NOT_YET, is_neutral
 
-COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "plan")  # those with engine options
-QUANTIZATION = "quantization"  # an option that jpaged has; its value may be the word None, and -q is its short form
+COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "plan")  # commands with engine options
+QUANTIZATION = "quantization"  # jpaged has it. vLLM also accepts the value None, and the short form -q
 SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
          "-pcp": "prefill_context_parallel_size",
          "-q": QUANTIZATION}  # fmt: skip
-# Flags of `vllm serve` alone, as NOT_YET.
+# Flags of `vllm serve` only, with their neutral values as in NOT_YET.
 SERVE: dict[str, tuple[Any, ...]] = {
     "enable_auto_tool_choice": (True,), "disable_log_requests": (True,), "enable_log_requests": (False,),
     "enable_prompt_tokens_details": (True,), "disable_frontend_multiprocessing": (False, True),
@@ -24,10 +23,7 @@ SERVE: dict[str, tuple[Any, ...]] = {
 
 
 def without_neutral(args: Sequence[str]) -> list[str]:
-    """Return a command line with jpaged's names of flags, and without the flags of vLLM that ask for nothing.
-
-    Raises RequestError for a flag of vLLM that asks for something, since jpaged does not do it.
-    """
+    """Use jpaged's names of flags, and drop flags of vLLM at neutral values. Raises RequestError for other values."""
     if not args or args[0] not in COMMANDS:
         return list(args)
     known = NOT_YET | SERVE if args[0] == "serve" else NOT_YET
@@ -59,7 +55,7 @@ def without_neutral(args: Sequence[str]) -> list[str]:
 
 
 def _value(word: str) -> Any:
-    """Return the Python value of a flag's word: a number, True, None, an empty mapping, or the word itself."""
+    """Return the Python value of a word: a literal such as a number or {}, a boolean, None, or the word itself."""
     words = {"true": True, "false": False, "null": None, "none": None}
     if word.lower() in words:
         return words[word.lower()]

@@ -1,7 +1,4 @@
-"""The sampling flags of `jpaged generate`. `SamplingParams` checks their values.
-
-`jpaged chat` has fewer flags of its own: it prints one answer while it is generated, so it has no beam search.
-"""
+"""Sampling flags of `jpaged generate`. `SamplingParams` checks their values. `jpaged chat` has its own, fewer flags."""
 
 import dataclasses
 import json
@@ -16,7 +13,7 @@ from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
-# One text each time the flag is given: a flag with several values would also take the prompts that follow it.
+# The flag is repeated for several texts. A flag with several values would also consume the prompts after it.
 Texts = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]]
 
 
@@ -29,7 +26,7 @@ class SamplingFlags:
     """Number of answers to each prompt."""
 
     best_of: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of answers to generate; the n with the highest log-probability are printed. Default: n."""
+    """Number of answers to generate. The n answers with the highest log-probability are printed. Default: n."""
 
     use_beam_search: bool = False
     """Search for the most likely answers, and print the best first. --top-p, --top-k and --min-p are ignored."""
@@ -38,11 +35,11 @@ class SamplingFlags:
     """Number of beams of a beam search. Default: best_of, or n."""
 
     length_penalty: float = 1.0
-    """A beam search compares log-probabilities divided by length ** length_penalty. Above 0, long answers gain."""
+    """Beam search divides log-probabilities by length ** length_penalty. Values above 0 favour long answers."""
 
     early_stopping: Literal["false", "true", "never"] = "false"
-    """When a beam search that has found enough answers ends. true: at once. false: when no running beam scores better.
-    never: when no running beam can still become better."""
+    """End of a beam search that has enough answers. true: at once. false: when no running beam has a better
+    score so far. never: when no running beam can reach a better score."""
 
     temperature: float = 0.0
     """Sampling temperature: the logits are divided by it. 0: always the most likely token."""
@@ -57,8 +54,8 @@ class SamplingFlags:
     """Sample only from tokens with at least this fraction of the highest probability. 0: from all tokens."""
 
     typical_p: float = 1.0
-    """Locally typical sampling: sample only from tokens whose information content is closest to the entropy, and whose
-    probabilities add up to this. 1: from all tokens."""
+    """Locally typical sampling: sample only from the tokens with an information content closest to the entropy, until
+    their probabilities add up to this. 1: from all tokens."""
 
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that is already in the answer."""
@@ -67,11 +64,11 @@ class SamplingFlags:
     """Subtracted from the logit of each token, once per occurrence in the answer."""
 
     repetition_penalty: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
-    """Above 1, tokens that are in the prompt or the answer become less likely. Default: 1, and 1.15 for the demo
-    model, which repeats itself otherwise."""
+    """Above 1, tokens that are in the prompt or the answer become less likely. Default: 1. For the demo model, which
+    repeats itself, 1.15 without --use-beam-search."""
 
     sampling_seed: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Seed of the sampling of each prompt. Default: drawn from --seed, another one for each prompt."""
+    """Sampling seed for each prompt. Default: a different seed per prompt, drawn from --seed."""
 
     max_tokens: int = 64
     """Maximum number of tokens of each answer."""
@@ -83,28 +80,28 @@ class SamplingFlags:
     """Continue after the model's end-of-sequence token."""
 
     stop: Texts = ()
-    """Text that ends an answer, and is not part of it. Repeat the flag for several texts."""
+    """Text that ends an answer. The answer excludes it. Repeat the flag for several texts."""
 
     bad_words: Texts = ()
     """Text that no answer may contain. Repeat the flag for several texts."""
 
     json_schema: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """File with a JSON schema. Answers are JSON that is valid under it."""
+    """File with a JSON schema. Answers are JSON that matches it."""
 
     grammar: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """File with a grammar in Lark or GBNF syntax. Answers follow it."""
+    """File with a grammar in Lark or GBNF syntax. Answers match it."""
 
     regex: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
     """Regular expression. Each whole answer matches it."""
 
     choice: Texts = ()
-    """Text that an answer may be: each answer is one of the choices. Repeat the flag for each choice."""
+    """Allowed answer: each answer is one of the choices. Repeat the flag for each choice."""
 
     logprobs: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of most likely tokens per position whose log-probabilities --output-json contains. Default: none."""
+    """Number of most likely tokens per position with log-probabilities in --output-json. Default: none."""
 
     def sampling_params(self, model: str) -> SamplingParams:
-        """Return the flags as SamplingParams for a model. Raises RequestError that names a bad flag."""
+        """Return the flags as SamplingParams for a model. Raises RequestError for a bad flag."""
         penalty = self.repetition_penalty
         if penalty is None:
             penalty = DEMO_REPETITION_PENALTY if model == "demo" and not self.use_beam_search else 1.0
