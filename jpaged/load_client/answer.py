@@ -1,4 +1,4 @@
-"""Times and tokens of one answer, as the client sees them."""
+"""Times and tokens of one answer, measured by the client."""
 
 import dataclasses
 import time
@@ -6,15 +6,15 @@ import time
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """One request's answer. All times are in seconds, of `time.perf_counter`."""
+    """One request's answer. All times are seconds of `time.perf_counter`."""
 
     start: float                  # when the request was sent
-    waited: float = 0.0           # time that the request waited for --max-concurrency before it was sent
+    waited: float = 0.0           # time in the client before the start, because of --max-concurrency
     first: float | None = None    # time from the start to the first output
-    last: float = 0.0             # moment of the last output
+    last: float = 0.0             # time of the last output on the clock
     latency: float = 0.0          # time from the start to the end of the answer
-    gaps: list[float] = dataclasses.field(default_factory=list)  # between two events with output, after the first
-    prompt_tokens: int | None = None   # as the server counts them
+    gaps: list[float] = dataclasses.field(default_factory=list)  # between consecutive events with output
+    prompt_tokens: int | None = None   # as counted by the server
     output_tokens: int | None = None
     text: list[str] = dataclasses.field(default_factory=list)
     error: str | None = None      # why the request failed; None if it succeeded
@@ -36,12 +36,12 @@ class Answer:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that were generated: the server's count, or one per event if the server does not count."""
+        """Generated tokens, as counted by the server. Without the server's count, one per event."""
         return self.num_events if self.output_tokens is None else self.output_tokens
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Time from the first to the last output, per token after the first. None for an answer of one token."""
+        """Time from the first output to the end, per token after the first. None for fewer than two tokens."""
         tokens = self.num_output_tokens
         if self.first is None or tokens < 2:
             return None

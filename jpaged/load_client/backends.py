@@ -1,4 +1,4 @@
-"""The kinds of endpoint that the load client knows: what it sends, and how it reads the answer."""
+"""Endpoints that the load client supports: the bodies of their requests, and the readers of their answers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ class LoadRequest:
     """One request of a workload."""
 
     prompt: str | list[int]  # text, or token ids
-    output_len: int | None   # most tokens to generate; None: the server decides
+    output_len: int | None   # maximum number of tokens to generate; None: the server decides
 
 
 class _Usage(msgspec.Struct):
@@ -48,12 +48,12 @@ Fields = Mapping[str, Any]
 
 
 def completion_body(model: str, request: LoadRequest, fields: Fields) -> dict[str, Any]:
-    """Return the body of a streamed completion. fields: those of all requests, e.g. the temperature."""
+    """Return the body of a streamed completion. fields: fields of every request, such as the temperature."""
     return {"model": model, "prompt": request.prompt} | _streamed("max_tokens", request) | dict(fields)
 
 
 def chat_body(model: str, request: LoadRequest, fields: Fields) -> dict[str, Any]:
-    """Return the body of a streamed chat with one message of the user."""
+    """Return the body of a streamed chat with one user message."""
     messages = [{"role": "user", "content": request.prompt}]
     return {"model": model, "messages": messages} | _streamed("max_completion_tokens", request) | dict(fields)
 
@@ -69,14 +69,14 @@ def _streamed(limit: str, request: LoadRequest) -> dict[str, Any]:
 
 
 class EventReader:
-    """Reads the events of a stream as its bytes arrive, and records those with output."""
+    """Reads the events of a stream as its bytes arrive, and records events with output."""
 
     def __init__(self, answer: Answer):
         self._answer = answer
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        """Read the next bytes. Raises LoadError for an event that is an error."""
+        """Read the next bytes. Raises LoadError for an error event, and for an event that is not OpenAI's."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -101,8 +101,8 @@ class EventReader:
             self._answer.prompt_tokens = event.usage.prompt_tokens
             self._answer.output_tokens = event.usage.completion_tokens
         for choice in event.choices:
-            # A chunk without text counts if it ends the answer, or belongs to a completion: a token may have no text.
-            # The first chunk of a chat only names the role.
+            # A completion's chunk counts without text too, because a token may have no text. A chat's chunk does not:
+            # the first one has only the role.
             text, delta = choice.text, choice.delta
             if delta is not None:
                 text = delta.content or delta.reasoning or delta.reasoning_content
@@ -112,14 +112,13 @@ class EventReader:
 
 
 class WholeReader:
-    """Reads an answer without a stream: one JSON object with its usage."""
+    """Reads an answer that is one JSON object with its usage, not a stream."""
 
     def __init__(self, answer: Answer):
         self._answer = answer
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
-        """Keep the next bytes."""
         self._data.append(data)
 
     def end(self) -> None:
@@ -143,7 +142,7 @@ class Backend:
 
     @property
     def generates(self) -> bool:
-        """Whether answers are streams of tokens."""
+        """True if answers are streams of tokens."""
         return self.reader is EventReader
 
 

@@ -1,6 +1,6 @@
 """HTTP/1.1 connections of the load client: one POST at a time, kept open between requests.
 
-The parser is httptools, which the server uses too. A general client would cost more than the server it measures: see
+The parser is httptools, as in the server. A general HTTP client would cost more than the server that it measures: see
 "Load client" in docs/decisions.md.
 """
 
@@ -15,12 +15,12 @@ import httptools
 
 from jpaged.errors import JPagedError, RequestError
 
-MAX_ERROR_BYTES = 2_000  # of the body of an answer that is an error
-REFUSED = 300            # statuses from here on are errors
+MAX_ERROR_BYTES = 2_000  # kept bytes of an error's body
+REFUSED = 300            # lowest status that is an error
 
 
 class LoadError(JPagedError):
-    """A request failed: no connection, or an answer that is an error."""
+    """A request failed: no connection, an error, or an answer that cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Endpoint:
     def parse(
         cls, url: str, *, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] | None = None
     ) -> "Endpoint":
-        """Parse a URL. tls: for https; None: the system's certificates are trusted. Raises RequestError."""
+        """Parse a URL. tls: for https; None trusts the system's certificates. Raises RequestError."""
         parts = urllib.parse.urlsplit(url)
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -48,12 +48,12 @@ class Endpoint:
         tls = None if parts.scheme == "http" else tls or ssl.create_default_context()
         for name, value in (headers or {}).items():
             if not (name.isascii() and name.isprintable() and value.isascii() and value.isprintable()):
-                raise RequestError("header", f"{name}=...", "names and values are printable ASCII characters")
+                raise RequestError("header", f"{name}=...", "must have only printable ASCII characters")
         path = parts.path + (f"?{parts.query}" if parts.query else "")
         return cls(parts.hostname, port, path or "/", tls, dict(headers or {}))
 
     def head(self, length: int, extra: Mapping[str, str]) -> bytes:
-        """Return the request line and headers of a body of `length` bytes."""
+        """Return the request line and the headers for a body of `length` bytes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         fields = {
             "host": f"{host}:{self.port}", "content-type": "application/json", "content-length": str(length),
@@ -64,7 +64,7 @@ class Endpoint:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. Body data go to a callback as they arrive, in the event loop."""
+    """One connection. Calls a callback with body data as they arrive, in the event loop."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -77,13 +77,13 @@ class Connection(asyncio.Protocol):
 
     @property
     def answered(self) -> bool:
-        """Whether any byte of the answer to the current request has arrived."""
+        """True if any byte of the current request's answer has arrived."""
         return self._answered
 
     async def post(self, head: bytes, body: bytes, on_data: Callable[[bytes], None]) -> None:
-        """Send a request, and return at the end of its answer. on_data: receives the body of a good answer.
+        """Send a request, and return at the end of its answer. on_data: called with body bytes, unless it is an error.
 
-        Raises LoadError. The connection is closed if the request is cancelled.
+        Raises LoadError. Cancelling the call closes the connection.
         """
         assert self._transport is not None
         self._on_data, self._answered, self._error = on_data, False, bytearray()
@@ -99,7 +99,6 @@ class Connection(asyncio.Protocol):
             self._done = self._on_data = None
 
     def close(self) -> None:
-        """Close the connection."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -115,7 +114,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            # An exception in a callback reaches this as its cause.
+            # An exception in on_data is the context of the parser's error.
             self._fail(str(error.__context__ or f"the answer is not HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -147,7 +146,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one endpoint. An idle one is used again."""
+    """Connections to one endpoint. Idle connections are reused."""
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint = endpoint
@@ -156,8 +155,8 @@ class ConnectionPool:
     async def post(self, body: bytes, on_data: Callable[[bytes], None], headers: Mapping[str, str]) -> None:
         """Post a body. Raises LoadError.
 
-        A server may close an idle connection at any moment. A request that meets this, before any byte of an answer, is
-        sent again over a new connection.
+        The server may close an idle connection at any time. If a reused connection fails before any byte of the answer,
+        the request is sent again over another one.
         """
         head = self.endpoint.head(len(body), headers)
         while self._idle:
@@ -188,7 +187,6 @@ class ConnectionPool:
         return connection
 
     def close(self) -> None:
-        """Close all idle connections."""
         for connection in self._idle:
             with suppress(OSError):
                 connection.close()

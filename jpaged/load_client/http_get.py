@@ -1,4 +1,4 @@
-"""One GET request, and the TLS context of a client. `jpaged inspect` and `jpaged bench serve` use both."""
+"""A GET request and a client's TLS context, for `jpaged inspect` and `jpaged bench serve`."""
 
 import http.client
 import pathlib
@@ -13,11 +13,9 @@ from jpaged.load_client.connection import LoadError
 
 
 def client_tls(*, insecure: bool, ca_file: pathlib.Path | None) -> ssl.SSLContext:
-    """Return the context that checks the certificates of https servers.
+    """Return a TLS context for https servers. Raises RequestError for a bad file, and if both arguments are given.
 
-    insecure: check no certificate. ca_file: trust these certificates (PEM) in place of the system's.
-
-    Raises RequestError for a bad file, and if both are given.
+    insecure: check no certificate. ca_file: trust these certificates (PEM) instead of the system's.
     """
     if insecure and ca_file is not None:
         raise RequestError("ca_file", str(ca_file), "does not go with --insecure, which checks no certificate")
@@ -31,12 +29,10 @@ def client_tls(*, insecure: bool, ca_file: pathlib.Path | None) -> ssl.SSLContex
 
 
 def get(url: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None, timeout: float) -> tuple[int, bytes]:
-    """Return the status and the body of the answer.
+    """Return (status, body) of the answer. Raises LoadError if no HTTP server answers.
 
-    tls: for an https server. None: the system's certificates are trusted. timeout: in seconds, for each wait.
-
-    No proxy and no redirect is used: the headers may have a key, which is for this server only. Raises LoadError if no
-    HTTP server answers.
+    tls: None trusts the system's certificates. timeout: seconds, for each wait on the socket.
+    No proxy or redirect is used, because the headers may have a key for this server only.
     """
     handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirect
     request = urllib.request.Request(url, headers=dict(headers))
@@ -60,4 +56,4 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows no redirect."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Return None: do not follow."""
+        """Return None, so that the redirect's own status is raised."""

@@ -1,4 +1,4 @@
-"""The figures of a run, with the names of `vllm bench serve`, and the table that it prints."""
+"""Metrics of a run with the names of `vllm bench serve`, and the table that it prints."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """The distribution of one metric, in milliseconds."""
+    """Distribution of one metric, in milliseconds."""
 
     metric: str
     mean: float
@@ -34,20 +34,20 @@ class Latency:
 
     @classmethod
     def of(cls, metric: str, seconds: Sequence[float], percentiles: Sequence[float]) -> "Latency":
-        """Summarise values. Without a value every figure is NaN."""
+        """Summarise values in seconds. Without values, all results are NaN."""
         values = np.asarray(seconds or [math.nan]) * 1e3
         cuts = {cut: float(np.percentile(values, cut)) for cut in percentiles}
         return cls(metric, float(values.mean()), float(np.median(values)), float(values.std()), cuts)
 
     def lines(self) -> list[str]:
-        """The metric's part of the table."""
+        """Lines of the metric in the table."""
         name, title = NAMES[self.metric]
         rows = {"Mean": self.mean, "Median": self.median}
         rows |= {f"P{cut:g}": value for cut, value in self.percentiles.items()}
         return [f"{title:-^{WIDTH}}", *(_line(f"{row} {name} (ms):", value) for row, value in rows.items())]
 
     def fields(self) -> dict[str, float]:
-        """The metric's fields in the result file."""
+        """Fields of the metric in the result file."""
         fields = {f"mean_{self.metric}_ms": self.mean, f"median_{self.metric}_ms": self.median}
         fields[f"std_{self.metric}_ms"] = self.std
         return fields | {f"p{cut:g}_{self.metric}_ms": value for cut, value in self.percentiles.items()}
@@ -55,14 +55,14 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchmarkMetrics:
-    """All figures of a run. Throughput is per second of the whole run."""
+    """All metrics of a run. Throughput is averaged over the whole run."""
 
     completed: int
     failed: int
     duration: float             # seconds
     total_input_tokens: int
     total_output_tokens: int
-    max_output_tokens_per_s: float  # in the best second of the run
+    max_output_tokens_per_s: float  # in the second with the most output
     max_concurrent_requests: int
     goodput: float | None       # requests per second that met all limits of --goodput
     latencies: Mapping[str, Latency]
@@ -85,7 +85,7 @@ class BenchmarkMetrics:
         return (self.total_input_tokens + self.total_output_tokens) / self.duration
 
     def table(self, generates: bool = True) -> str:
-        """The table that `vllm bench serve` prints. generates: answers are tokens, not embeddings."""
+        """Table that `vllm bench serve` prints. generates: False for embeddings, which have no output tokens."""
         rows: list[tuple[str, float | None]] = [
             ("Successful requests:", self.completed),
             ("Failed requests:", self.failed),
@@ -108,7 +108,7 @@ class BenchmarkMetrics:
         return "\n".join([*lines, "=" * WIDTH])
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the result file, with vLLM's names."""
+        """Fields of the result file, with vLLM's names."""
         plain = {
             "duration": self.duration, "completed": self.completed, "failed": self.failed,
             "total_input_tokens": self.total_input_tokens, "total_output_tokens": self.total_output_tokens,
@@ -123,7 +123,7 @@ class BenchmarkMetrics:
 
 
 def _line(name: str, value: float) -> str:
-    """One line of the table: counts as they are, other numbers with two decimals."""
+    """One line of the table. Integers as they are, floats with two decimals."""
     return f"{name:<40} {value:<10}" if isinstance(value, int) else f"{name:<40} {value:<10.2f}"
 
 
@@ -136,7 +136,7 @@ def summarise(
     max_concurrency: int | None = None,
     request_rate: float = math.inf,
 ) -> BenchmarkMetrics:
-    """Summarise a run. goodput: limits in milliseconds by metric; a request is good if it meets all of them."""
+    """Summarise a run. goodput: limit of each metric, in milliseconds. A good request is within all limits."""
     good = [answer for answer in run.answers if answer.error is None]
     values = {
         "ttft": [answer.first for answer in good if answer.first is not None],
@@ -156,7 +156,7 @@ def summarise(
 
 
 def details(run: Run) -> dict[str, list[Any]]:
-    """The figures of each request, in the order of the requests, with vLLM's names. Times are in seconds."""
+    """Lists with one value per request, in request order, with vLLM's names. Times are in seconds."""
     answers = run.answers
     return {
         "input_lens": [answer.prompt_tokens for answer in answers],
@@ -187,15 +187,15 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def _is_good(answer: Answer, limits: Mapping[str, float]) -> bool:
-    # An answer of one token has no time per output token: vLLM counts it as 0.
+    # As in vLLM, the time per output token of an answer of one token is 0.
     values = {"ttft": answer.first, "tpot": answer.time_per_output_token, "e2el": answer.latency}
     return all((values[metric] or 0.0) * 1e3 <= limit for metric, limit in limits.items())
 
 
 def _output_per_second(answers: Sequence[Answer]) -> np.ndarray:
-    """Return float[seconds]: tokens that arrived in each second of the run.
+    """Return float64[seconds]: tokens received in each second of the run.
 
-    An event counts for the tokens of its answer divided by its events: an event may have several tokens.
+    An event may have several tokens. Each event of an answer counts as the answer's mean number of tokens per event.
     """
     if not answers:
         return np.zeros(1)
@@ -212,7 +212,7 @@ def _output_per_second(answers: Sequence[Answer]) -> np.ndarray:
 def _most_at_a_time(answers: Sequence[Answer]) -> int:
     """Return the largest number of requests that ran at the same moment.
 
-    vLLM's client counts the requests of each second instead, and shows 10 for short requests that run one by one.
+    vLLM's client counts all requests within a second instead: 10 for ten short requests that run one by one.
     """
     changes = [(answer.start, 1) for answer in answers]
     changes += [(answer.start + answer.latency, -1) for answer in answers]

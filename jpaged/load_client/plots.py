@@ -12,7 +12,7 @@ COLOURS = ("#c8553d", "#28587b", "#5b8e7d")
 
 
 def plot_concurrency(runs: Sequence[BenchmarkMetrics], title: str, path: pathlib.Path) -> None:
-    """Draw TTFT, inter-token latency and throughput over the concurrency of the runs."""
+    """Plot TTFT, inter-token latency and throughput over the concurrency of the runs."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     first, second, third = figure.subplots(1, 3)

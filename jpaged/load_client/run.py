@@ -18,18 +18,18 @@ Update = Callable[[int], None]  # receives the number of requests that have just
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A server's endpoint, and what every request to it has in common."""
+    """A server's endpoint, and the common parts of all requests."""
 
     endpoint: Endpoint
     backend: Backend
     model: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of every body, e.g. the temperature
-    request_id_prefix: str = "bench-"  # X-Request-Id of each request, before its number
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # in every body, such as the temperature
+    request_id_prefix: str = "bench-"  # prefix of X-Request-Id; the request's index follows
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The answers of one run, in the requests' order."""
+    """Answers of one run, in request order."""
 
     answers: list[Answer]
     seconds: float  # from the first request to the end of the last answer
@@ -45,7 +45,7 @@ async def send_all(
 ) -> Run:
     """Send each request at its time, in seconds after the start. A failed request becomes an Answer with an error.
 
-    max_concurrency: most requests at a time. Later ones wait, and `Answer.waited` says how long.
+    max_concurrency: maximum number of requests in flight. Others wait, for `Answer.waited` seconds.
     """
     free = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     # Bodies are encoded before the clock starts: the client shares the machine's cores with the server.
