@@ -1,9 +1,7 @@
-"""A beam search over two prompts with the same beginning, and the KV blocks that sharing saves.
+"""Beam search over two prompts with a common prefix, and the KV blocks that sharing saves.
 
-Run it with `python examples/beam_search.py`.
-
-Both prompts are the beginning of a class in Python, because the demo model continues Python. Replace "demo" with a
-folder or hub id of a larger model for other prompts.
+Run `python examples/beam_search.py`. Both prompts are Python, because the demo model continues Python. For other
+prompts, replace "demo" with the folder or hub id of a larger model.
 """
 
 from typing import Any
@@ -15,7 +13,7 @@ PROMPTS = [f"{STACK}    def push(self, item):", f"{STACK}    def __len__(self):"
 
 
 def main(**engine_options: Any) -> None:
-    """Print the best answer to each prompt, and the number of KV blocks that were used."""
+    """Print the best answer to each prompt, and the peak number of used KV blocks."""
     llm = LLM(model="demo", **engine_options)
     blank_line = llm.get_tokenizer()("\n\n").input_ids  # ends a method
     search = SamplingParams(use_beam_search=True, best_of=4, max_tokens=32, stop_token_ids=blank_line)
@@ -25,7 +23,7 @@ def main(**engine_options: Any) -> None:
     shared = llm.stats()
     llm.close()
 
-    # For comparison: the same number of answers of the same length, each its own request, without sharing.
+    # For comparison: 8 answers of 32 tokens each, as separate requests without prefix caching.
     with LLM(model="demo", enable_prefix_caching=False, **engine_options) as apart:
         alone = SamplingParams(max_tokens=32, ignore_eos=True)
         apart.generate([prompt for prompt in PROMPTS for _ in range(4)], alone)

@@ -1,13 +1,10 @@
-"""Stream an answer from a running server. Start one with `jpaged serve demo`, then `python examples/http_stream.py`.
-
-Needs the package `openai`.
-"""
+"""Stream an answer: run `jpaged serve demo`, then `python examples/http_stream.py`. Needs the package `openai`."""
 
 from openai import OpenAI
 
 
 def main() -> None:
-    """Complete one prompt, and print the answer as it comes."""
+    """Complete one prompt, and print each piece of the answer when it arrives."""
     with OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         prompt = "def split_path(path):"

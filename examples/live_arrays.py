@@ -1,6 +1,6 @@
-"""Generate from JAX code with arrays that are already on the device: `python examples/live_arrays.py`.
+"""Generate from JAX code, with arrays that are already on the device. Run `python examples/live_arrays.py`.
 
-The arrays of this example are random; a trainer would pass its own. `jpaged.models.spec.param_shapes` lists the tree.
+The arrays are random here. A trainer passes its own, in the tree of `jpaged.models.spec.param_shapes`.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def main() -> None:
     leaves = [0.3 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, shapes, strict=True)]
     params = jax.tree.unflatten(tree, leaves)
     greedy = jpaged.SamplingParams(temperature=0, max_tokens=16)
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # small ones compile fewer programs
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # small sizes need fewer programs
     for output in jpaged.generate((spec, params), [[1, 2, 3], [4, 5, 6, 7]], greedy, **sizes):
         print(output.prompt_token_ids, "->", output.outputs[0].token_ids)
 

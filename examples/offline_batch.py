@@ -1,4 +1,4 @@
-"""Complete a few prompts in one batch: `python examples/offline_batch.py [MODEL]`."""
+"""Complete a few prompts in one batch. Run `python examples/offline_batch.py [MODEL]`."""
 
 import dataclasses
 import sys
