@@ -4,13 +4,13 @@ Called by: the forward pass, with pages; training, checks and calibration, with 
 Owns: the layers of every family, as its `DecoderSpec` describes them.
 Never: knows requests, pages or block tables: attention is an argument.
 
-1. `decode` embeds the tokens and runs the layers in an unrolled loop. The tokens of all requests are on one axis, and
-   only attention knows which of them belong to the same request.
-2. Attention is an argument (`attend`): over KV pages when serving, dense and causal for training and checks. `decode`
-   passes `pages` through and never looks inside. Layers may share an entry of `pages` (`jpaged.kv_groups`).
-3. `lm_head` turns hidden states into logits. For a model that pools it returns the pooled vector instead.
+1. `decode` embeds the tokens and runs the layers in an unrolled loop. All requests' tokens are on one axis. Only
+   attention knows the tokens of each request.
+2. Attention is the argument `attend`: over KV pages when serving, dense and causal for training and checks. `decode`
+   only passes `pages` through. Layers may share an entry of `pages` (`jpaged.kv_groups`).
+3. `lm_head` turns hidden states into logits. For a pooling model it returns normalised hidden states or label scores.
 
-All layers are calls of one jitted function, so tracing and lowering cost one layer at any depth.
+All layers of a kind call one jitted function, so tracing and lowering cost the same at any depth.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ from jpaged.models.spec import (
 )
 from pallas_kernels import norm_and_rope
 
-MIN_SCORES = 8  # a classifier's scores are computed for at least this many labels
+MIN_SCORES = 8  # minimum number of outputs of a classifier's matmul; see `lm_head`
 
-Pages: TypeAlias = Any      # KV of one layer: KVPages when serving, None for training. Only `attend` looks inside
-Metadata: TypeAlias = Any   # pytree that tells `attend` which tokens belong together
+Pages: TypeAlias = Any      # KV of one layer: KVPages when serving, None for training. Only `attend` reads it
+Metadata: TypeAlias = Any   # pytree for `attend`, with the tokens of each request
 
 
 @functools.partial(
@@ -53,12 +53,12 @@ Metadata: TypeAlias = Any   # pytree that tells `attend` which tokens belong tog
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """Product of a layer's input with its q, k and v matrices, and the arrays that finish it: bias, norms, rope.
+    """Queries, keys and values of a layer before bias, norms and rope, and the arrays for these.
 
-    When serving, one kernel finishes the product and writes it into the pages. `finish` does the same in jnp.
+    When serving, one kernel applies them and writes keys and values into the pages. `finish` applies them in jnp.
     """
 
-    # [tokens, kv_heads, q_per_kv + 2, head_dim]; or (q, k, v) with the bias added. Latent attention: v is None
+    # [tokens, kv_heads, q_per_kv + 2, head_dim]; or (q, k, v) with the bias added. v: None with latent attention
     product: Array | tuple[Array, Array, Array | None]
     bias: Array | None    # [kv_heads, q_per_kv + 2, head_dim]
     q_norm: Array | None  # [head_dim]; k_norm likewise
@@ -68,7 +68,7 @@ class Projection:
     norm_eps: float
 
     def finish(self) -> tuple[Array, Array, Array | None]:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], ready for attention."""
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], after bias, norms and rope."""
         if isinstance(self.product, tuple):
             q, k, v = self.product
         else:
@@ -82,12 +82,12 @@ class Projection:
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention of one layer. A static argument: it must be hashable, and the same object in every call."""
+    """Attention of one layer. It is a static argument: hashable, and the same object in every call."""
 
     def __call__(
         self, projection: Projection, pages: Pages, metadata: Metadata, options: AttentionOptions, sinks: Array | None
     ) -> tuple[Float[Array, "tokens heads head_dim"], Pages]:
-        """Finish the projection, store keys and values, and attend. Returns (output, pages). sinks: [heads] or None."""
+        """Finish the projection, store keys and values, and attend. Returns (output, pages). sinks: [heads]."""
         ...
 
 
@@ -110,20 +110,20 @@ def decode(
     hidden: Float[Array, "tokens hidden"] | None = None,
     first_layer: int = 0,
 ) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...], tuple[Int[Array, "tokens per_token"], ...]]:
-    """Hidden states after the last layer, before the final norm; the pages with the new KV; the tokens' experts.
+    """Run the layers. Returns hidden states before the final norm, pages with the new KV, and expert indices.
 
-    The last has an array for each layer with experts. Padding has an expert past the last one.
+    There is one array of expert indices per layer with experts. Padding has an index past the last expert.
 
     token_ids, positions: ids in [0, vocab_size), and positions in their sequences. The caller checks them.
     pages:     one entry per layer, for `attend`. With `places`: one entry per page array.
     metadata:  a pytree, for `attend`. With `places`: a sequence with one entry per KV group.
-    rope_lens: sequence length of each token, which dynamic rope scaling and longrope depend on. Other ropes ignore it.
+    rope_lens: sequence length of each token, for dynamic rope scaling and longrope. None: position + 1.
     real:      False for padding tokens, which go to no expert. None: no token is padding.
-    num_tokens: number of first tokens that are needed. The others are padding, with undefined results. None: all tokens
-               are needed, and every product has a gradient.
-    places:    per layer, its KV group and its page array.
-    gated_dot: implementation of `pallas_kernels.gated_dot`, with `num_tokens`. None: the best one.
-    shards:    number of parts of the leaves. Inside `jax.shard_map`, `params` and `pages` are this device's parts.
+    num_tokens: number of needed tokens, which come first. Results of the rest are undefined. None: all tokens are
+               needed, and every matmul has a gradient.
+    places:    KV group and page array of each layer.
+    gated_dot: implementation of `pallas_kernels.gated_dot`, used with `num_tokens`. None: the best one.
+    shards:    split of the leaves. Inside `jax.shard_map`, `params` and `pages` are this device's parts.
     hidden:    input of the first layer of `params`, from another pipeline stage. None: embed the tokens.
     first_layer: index in the model of the first layer of `params`.
     """
@@ -151,7 +151,7 @@ def decode(
 
 
 def layer_vectors(params: Params, layer: int) -> Params:
-    """The vectors of a layer: its rows of the leaves that are stacked over layers."""
+    """A layer's rows of the vectors that are stacked over layers."""
     return {name: params[name][layer] for name in LAYER_VECTORS if name in params}
 
 
@@ -171,10 +171,10 @@ def decode_layer(
     rope: Rope | None,
     watch: Callable[[str, Array], None] | None = None,
 ) -> Float[Array, "batch length hidden"]:
-    """One layer over sequences of equal length, with dense attention: for calibration.
+    """One layer over sequences of equal length, with dense attention. For calibration.
 
     leaves: the layer's matrices and its `layer_vectors`.
-    watch:  called with the name and the input [tokens, in] of each product with a matrix.
+    watch:  called with the name of each matrix and the input [tokens, in] of its matmul.
     """
     batch, length, hidden = x.shape
     positions = jnp.tile(jnp.arange(length), batch)
@@ -197,18 +197,17 @@ def lm_head(
 ) -> Float[Array, "rows output"]:
     """float32 logits of the hidden states: final norm, then the output matrix.
 
-    With several `shards` they are the logits of this device's part of the vocabulary, which may end with padding.
+    A pooling model returns the hidden states after the final norm, or a classifier's scores [rows, num_labels].
 
-    A model that pools has no output matrix. It gives the hidden states after the final norm, or a classifier's scores.
-    num_rows: number of first rows that are needed; None: all.
+    shards:   with several, the logits are of this device's part of the vocabulary, which may end with padding.
+    num_rows: number of needed rows, which come first. None: all.
     """
     context = LayerContext(spec, layout, params, num_rows=num_rows, shards=shards)
     x = normalise("final_norm", hidden, context) if spec.final_norm else hidden
     if "project_out" in params:
         x = linear("project_out", x, context)
     if spec.num_labels is not None:
-        # One label would be a product with a vector, for which XLA on CPU gives the last of an odd number of rows
-        # other bits.
+        # With one label, XLA on CPU multiplies by a vector, and the last of an odd number of rows gets other bits.
         return linear("score", x, context, dtype=jnp.float32, min_outputs=MIN_SCORES)
     if spec.pools:
         return x.astype(jnp.float32)
@@ -222,11 +221,10 @@ def dense_causal_attend(
     projection: Projection, pages: Pages, metadata: Int[Array, "batch length"], options: AttentionOptions,
     sinks: Float[Array, " heads"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Pages]:  # fmt: skip
-    """Attention within sequences of equal length, one after the other: for training and for checks.
+    """Attention within sequences of equal length, which are concatenated. For training and checks.
 
     metadata: any array of shape [batch, length], with tokens = batch * length. Only its shape is used.
-
-    Products are in q's dtype with float32 sums. The softmax is in float32.
+    Matmuls are in q's dtype with float32 sums. The softmax is in float32.
     """
     batch, length = metadata.shape
     q, k, v = projection.finish()
@@ -262,7 +260,6 @@ LAYER_VECTORS = (
 def _embed(
     context: LayerContext, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"]
 ) -> Float[Array, "tokens hidden"]:
-    """Input of the first layer."""
     spec, params = context.spec, context.params
     x = take_rows("embed", token_ids, context)
     if spec.embed_scale != 1:
@@ -286,7 +283,7 @@ def _layer(
     options: AttentionOptions,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
-    """`_run_layer`, jitted: one program for all layers of a kind."""
+    """`_run_layer`, jitted. Layers with equal shapes and options share one trace."""
     return _run_layer(x, context, pages, metadata, options, attend)
 
 
@@ -298,14 +295,11 @@ def _run_layer(
     options: AttentionOptions,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
-    """One layer: attention and the feed-forward network, each with its norms and its residual sum.
-
-    The third result is None in a layer without experts.
-    """
+    """Attention and feed-forward network, with norms and residual sums. Without experts, the third result is None."""
     spec = context.spec
 
     def norm(name: str, x: Array, *positions: NormPosition) -> Array:
-        """The norm `name`, if this model has a norm in one of these positions."""
+        """Apply the norm `name`, if this model has a norm in one of these positions."""
         return normalise(name, x, context) if spec.norm_position in positions else x
 
     normed = norm("attn_norm", x, NormPosition.PRE, NormPosition.SANDWICH)
@@ -330,7 +324,6 @@ def _run_layer(
 
 
 def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
-    """Queries, keys and values of a layer's input."""
     spec, params, cos, sin = context.spec, context.params, context.cos, context.sin
     if spec.latent is not None:
         q, k = latent_queries_and_keys(spec.latent, x, context)
@@ -343,7 +336,7 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
         if spec.norm is Norm.RMS_OFFSET:
             gains = [1 + gain.astype(jnp.float32) for gain in gains]
         return Projection(qkv, bias, *gains, cos, sin, spec.norm_eps)
-    # QKNorm.PROJECTION: a norm over all heads of a token, which no kernel combines with the write into the pages
+    # QKNorm.PROJECTION: a norm over all heads of a token. No kernel fuses it with the write into the pages
     q, k, v = Projection(qkv, bias, None, None, None, None, spec.norm_eps).finish()
     q, k = (
         normalise_split(name, part.reshape(x.shape[0], -1), context).reshape(part.shape)
@@ -355,7 +348,7 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
 def _qkv(
     x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Array | tuple[Array, Array, Array], Array | None]:
-    """A Projection's product, and the bias that is not added to it yet."""
+    """A Projection's product and the bias to add to it."""
     spec, bias = context.spec, context.params.get("qkv_bias")
     tokens, q_per_kv = x.shape[0], spec.q_per_kv
     if not context.layout.split_qkv:
@@ -370,14 +363,14 @@ def _qkv(
 
 
 def _scaled(spec: DecoderSpec, x: Array) -> Array:
-    """A block's output as it is added to the residual stream."""
+    """A block's output times the residual scale."""
     return x if spec.residual_scale == 1 else (x.astype(jnp.float32) * spec.residual_scale).astype(x.dtype)
 
 
 def _rope_angles(
     spec: DecoderSpec, rope: Rope, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-    """float32 cos and sin of every token's angles, times the attention factor of the rope scaling."""
+    """float32 cos and sin of each token's angles, times the attention factor of the rope scaling."""
     seq_len = positions + 1 if rope_lens is None else rope_lens
     if rope.scaling == "dynamic":
         frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim, seq_len), 1.0

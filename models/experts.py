@@ -1,14 +1,14 @@
-"""Mixture of experts: a router chooses a few feed-forward networks for each token, and only those are computed.
+"""Mixture of experts: a router chooses a few feed-forward networks for each token, and only these are computed.
 
 1. `route` returns each token's experts and their weights.
 2. `blocks_by_expert` sorts the (token, expert) pairs into blocks of rows. All rows of a block have the same expert.
-3. Two products per block, with the gate between them, compute the experts. Each token sums its experts' outputs.
+3. Two matmuls per block, with the gate between them, compute the experts. Each token sums its experts' outputs.
 
-Several devices (`sharding`) have a part of every expert, or some of the experts. Every device has all tokens and
-computes its own part, and the sum over devices joins the outputs. No token is dropped.
+With several devices (`sharding`), each device has a part of every expert, or some of the experts. Each device computes
+its part for all tokens, and a sum over devices joins the outputs. No token is dropped.
 
-Padding tokens go to no expert. A token's result does not depend on the other tokens of its blocks. The bits of a
-product are the same from 8 rows on, and each token sums its experts' outputs in the order of its own choice.
+Padding tokens go to no expert. A token's result does not depend on other tokens in its blocks. A matmul's bits are the
+same for all block sizes from 8 rows, and each token sums its experts' outputs in the order of its own choice.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ from jpaged.models.spec import Experts, Scoring
 
 @dataclasses.dataclass(frozen=True)
 class ExpertBlocks:
-    """Rows of the (token, expert) pairs, in blocks of one expert each. Results of unused rows are not read."""
+    """Rows for the (token, expert) pairs, in blocks. Each block has one expert. Results of unused rows are not read."""
 
     token_of_row: Int[Array, "blocks rows"]
     expert_of_block: Int[Array, " blocks"]
     num_blocks_used: Int[Array, ""]
-    rows_of_block: Int[Array, " blocks"]  # used rows; they come first
-    row_of_choice: Int[Array, "tokens per_token"]  # index into the rows of all blocks; past their end for padding
+    rows_of_block: Int[Array, " blocks"]  # number of used rows, which come first
+    row_of_choice: Int[Array, "tokens per_token"]  # row in all blocks; past the end: no expert of this device
 
 
 def sparse_feed_forward(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens per_token"]]:
-    """The feed-forward network of a layer with experts, and each token's experts. Padding has one past the last."""
+    """Feed-forward network with experts. Returns (output, expert indices); the index of padding is past the last."""
     weights, choice = route(experts, x, context)
     shards, count = context.shards, context.params["expert_gate_up"].shape[0]  # experts on this device
     if context.real is not None:
@@ -62,7 +62,7 @@ def _computed(
     gated = gate(context.spec, both[..., :half], both[..., half:])
     outs = [out.reshape(-1, x.shape[1]) for out in _down_matmuls(gated, blocks, context)]
     if shards.parts > 1 and shards.expert_parallel:
-        # one device has each choice's output and all others zeros, so this sum is exact
+        # exact: one device has the output of a choice, and all other devices have zeros
         chosen = jnp.stack([_of_choice(outs[0], blocks, i) for i in range(experts.per_token)])
         chosen = lax.psum(chosen, TENSOR) if shards.splits_experts else chosen
         y = _weighted(weights, chosen)
@@ -84,14 +84,14 @@ def _computed(
 
 
 def _of_choice(out: Float[Array, "rows hidden"], blocks: ExpertBlocks, i: int) -> Float[Array, "tokens hidden"]:
-    """float32 output of each token's i-th expert. Zeros if this device has not computed it."""
+    """float32 output of each token's i-th expert; zeros if this device has not computed it."""
     return jnp.take(out, blocks.row_of_choice[:, i], axis=0, mode="fill", fill_value=0).astype(jnp.float32)
 
 
 def _weighted(
     weights: Float[Array, "tokens per_token"], chosen: Iterable[Float[Array, "tokens hidden"]]
 ) -> Float[Array, "tokens hidden"]:
-    """Sum of the outputs of each token's experts, in the order of its choice."""
+    """Weighted sum of each token's expert outputs, in the order of its choice. weights: factor of each output."""
     total = jnp.zeros((), jnp.float32)
     for i, of_expert in enumerate(chosen):
         total += weights[:, i, None] * of_expert
@@ -101,7 +101,7 @@ def _weighted(
 def _down_matmuls(
     gated: Float[Array, "blocks rows in"], blocks: ExpertBlocks, context: LayerContext
 ) -> list[Float[Array, "blocks rows out"]]:
-    """Products with `expert_down`: one, or one for each of this device's parts of the inputs."""
+    """Matmuls with `expert_down`: one, or with `Shards.parts` one for each of this device's parts of the inputs."""
     weight = context.params["expert_down"]
     if not isinstance(weight, SplitWeight):
         return [_per_expert("expert_down", gated, blocks, context)]
@@ -118,7 +118,7 @@ def _down_matmuls(
 def _per_expert(
     name: str, x: Float[Array, "blocks rows in"], blocks: ExpertBlocks, context: LayerContext
 ) -> Float[Array, "blocks rows out"]:
-    """`linear_per_expert`, plus each expert's bias if the model has them."""
+    """`linear_per_expert`, plus each expert's bias if the model has biases."""
     out = linear_per_expert(
         name, x, blocks.expert_of_block, blocks.num_blocks_used, blocks.rows_of_block, context
     )
@@ -128,11 +128,11 @@ def _per_expert(
 def _with_bias(
     name: str, out: Float[Array, "blocks rows out"], blocks: ExpertBlocks, context: LayerContext
 ) -> Float[Array, "blocks rows out"]:
-    """A product plus each expert's bias, if the model has them."""
+    """A matmul's output plus each expert's bias, if the model has biases."""
     bias = context.params.get(f"{name}_bias")
     if bias is None:
         return out
-    if splits_inputs(name, context.shards):  # every device has a product of the same outputs
+    if splits_inputs(name, context.shards):  # the sum over devices must contain the bias once
         bias = context.shards.on_first(bias)
     return out + bias.reshape(bias.shape[0], 1, -1)[blocks.expert_of_block]
 
@@ -140,10 +140,10 @@ def _with_bias(
 def _shared_expert(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> Float[Array, "tokens hidden"]:
-    """The expert that every token uses."""
+    """Output of the expert that every token uses."""
     if context.shards.parts == 1 or not experts.shared_gate:
         return context.shards.total(_shared_terms(experts, x, context), x.dtype)
-    # after the sum: XLA on CPU would fuse a product with the gate into the additions of one device, with other bits
+    # Gate after the sum: before it, XLA on CPU would fuse the gate into one device's additions, with other bits.
     whole = context.shards.total(_shared_terms(experts, x, context, apply_gate=False), jnp.float32)
     return (_shared_gate(x, context) * whole).astype(x.dtype)
 
@@ -151,7 +151,7 @@ def _shared_expert(
 def _shared_terms(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext, *, apply_gate: bool = True
 ) -> list[Float[Array, "tokens hidden"]]:
-    """This device's products of the shared expert, for `Shards.total`. apply_gate: times the expert's gate."""
+    """This device's outputs of the shared expert, for `Shards.total`. apply_gate: apply the expert's gate."""
     gated, up = gate_and_up("shared_gate_up", x, context)
     found = products("shared_down", gate(context.spec, gated, up), context)
     if not experts.shared_gate or not apply_gate:
@@ -162,7 +162,7 @@ def _shared_terms(
 
 def _shared_gate(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens 1"]:
     """Factor of the shared expert's output."""
-    # not `linear`: the bits of XLA's product with a matrix of one row depend on the number of tokens
+    # Not `linear`: for a matrix of one row, the bits of XLA's result depend on the number of tokens.
     score = row_sum(x.astype(jnp.float32) * context.params["shared_gate"].astype(jnp.float32))
     return jax.nn.sigmoid(score)[:, None]
 
@@ -170,14 +170,14 @@ def _shared_gate(x: Float[Array, "tokens hidden"], context: LayerContext) -> Flo
 def route(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Float[Array, "tokens per_token"], Int[Array, "tokens per_token"]]:
-    """Weights and indices of each token's experts. Weights are float32."""
+    """Choose each token's experts. Returns (float32 weights, expert indices)."""
     logits = linear("router", x, context, dtype=jnp.float32)
     if experts.bias:
         logits += context.params["router_bias"].astype(jnp.float32)
     if experts.scoring is Scoring.SIGMOID:
         scores = jax.nn.sigmoid(logits)
     else:
-        # XLA on CPU fuses its own maximum with the exponential, and the bits then depend on the number of tokens
+        # Not jax.nn.softmax: XLA on CPU fuses maximum and exponential, and bits then depend on the number of tokens.
         scores = jnp.exp(logits - row_max(logits)[:, None])
         scores /= row_sum(scores)[:, None]
     ranking = scores + context.params["router_correction"] if experts.correction else scores
@@ -197,35 +197,35 @@ def route(
 def pairs_of_devices(
     choices: Sequence[Int[Array, "tokens per_token"]], num_experts: int, shards: Shards
 ) -> Int[Array, "layers devices"]:
-    """Pairs of a token and an expert by layer and device. choices: of `decode`. num_experts: on all devices."""
+    """Number of (token, expert) pairs. choices: the third result of `decode`. num_experts: on all devices."""
     per_device = -(-num_experts // shards.count)
     device = jnp.stack(choices) // per_device  # [layers, tokens, per_token]; padding is past the last device
     return (device[..., None] == jnp.arange(shards.count)).sum((1, 2), dtype=jnp.int32)
 
 
 def rows_per_block(tokens: int, experts: Experts) -> int:
-    """Rows of a block: the power of two above the average number of tokens per expert, from 8 to 64.
+    """Rows per block: the power of two above the average number of tokens per expert, from 8 to 64.
 
-    Larger blocks compute more padding. Smaller blocks read an expert's matrices more often. Measured on CPU with 64
-    experts, 8 per token, as multiples of the time of the needed products alone. 64 tokens: 8 rows 1.7, 16 rows 1.3,
-    32 rows 1.6, 64 rows 2.1. 512 tokens: 16 rows 3.2, 32 rows 2.3, 64 rows 1.9, 128 rows 2.2.
+    Larger blocks compute more padding. Smaller blocks read an expert's matrices more often. CPU time with 64 experts, 8
+    per token, as multiples of the time of the needed matmuls alone. 64 tokens: 8 rows 1.7, 16 rows 1.3, 32 rows 1.6,
+    64 rows 2.1. 512 tokens: 16 rows 3.2, 32 rows 2.3, 64 rows 1.9, 128 rows 2.2.
     """
     average = tokens * experts.per_token // experts.num
     return min(64, max(8, 1 << average.bit_length()))
 
 
 def blocks_by_expert(choice: Int[Array, "tokens per_token"], num_experts: int, rows: int) -> ExpertBlocks:
-    """Sort the (token, expert) pairs by expert, into blocks of `rows` rows. A choice of `num_experts` means none."""
+    """Sort the (token, expert) pairs by expert into blocks of `rows` rows. Choice `num_experts` means no expert."""
     tokens, per_token = choice.shape
     pairs = tokens * per_token
-    blocks = pairs // rows + min(num_experts, pairs)  # each expert has at most one block that is not full
+    blocks = pairs // rows + min(num_experts, pairs)  # each expert has at most one block that is partly filled
     expert = choice.reshape(-1)
     order = jnp.argsort(expert, stable=True)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
     blocks_of_expert = -(-counts // rows)
     ends, starts = jnp.cumsum(blocks_of_expert), jnp.cumsum(counts) - counts
     known = jnp.minimum(expert, num_experts - 1)
-    rank = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs)) - starts[known]  # among the expert's pairs
+    rank = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs)) - starts[known]  # index in its expert
     row = jnp.where(expert < num_experts, (ends - blocks_of_expert)[known] * rows + rank, blocks * rows)
     token_of_row = jnp.zeros(blocks * rows, jnp.int32).at[row].set(jnp.arange(pairs) // per_token, mode="drop")
     block = jnp.arange(blocks)
@@ -241,7 +241,7 @@ def blocks_by_expert(choice: Int[Array, "tokens per_token"], num_experts: int, r
 
 
 def row_sum(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:
-    """Sums over the last axis, by halving it. Unlike XLA's sums, their bits do not depend on the number of rows."""
+    """Sum over the last axis by halving it. Unlike in XLA's sum, the bits do not depend on the number of rows."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         rest = x[..., half:]
@@ -250,7 +250,7 @@ def row_sum(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:
 
 
 def row_max(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:
-    """Maximum over the last axis, by halving it, for the reason given at `row_sum`."""
+    """Maximum over the last axis by halving it: XLA on CPU would fuse its own maximum. See `route`."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         x = jnp.maximum(x[..., :half], x[..., -half:])

@@ -1,4 +1,4 @@
-"""KVScales: static scales of a checkpoint's 8-bit keys and values."""
+"""KVScales: static scales for 8-bit keys and values, from a checkpoint."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ class KVScales:
     values: np.ndarray  # float32[layers, kv_heads]
 
     def __post_init__(self) -> None:
-        """Raise ModelLoadError unless both arrays have one shape, and all scales are finite and above 0."""
+        """Raise ModelLoadError unless both arrays have the same shape, and all scales are finite and above 0."""
         for name, scales, other in (("k_scale", self.keys, self.values), ("v_scale", self.values, self.keys)):
             if scales.ndim != 2 or scales.shape != other.shape:
                 raise ModelLoadError(f"{name} {list(scales.shape)}: both must be [layers, kv_heads], of the same shape")

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the KV cache holds one small vector per token.
 
-Keys and values of all heads are linear functions of this latent vector. The usual way computes them from it. Here the
-queries are brought into the latent space instead ("absorbed", section 2.1.2 of the paper). Attention then has one KV
-head: its key is the latent vector followed by the rotated part, and its value is the latent vector.
+Keys and values of all heads are linear functions of this latent vector. Instead of computing them, this code transforms
+the queries into the latent space ("absorbed", section 2.1.2 of the paper). Attention then has one KV head. Its key is
+the latent vector followed by the rotated part, and its value is the latent vector.
 """
 
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jpaged.models.linear import LayerContext, linear, linear_per_head, linear_w
 from jpaged.models.spec import Latent
 from pallas_kernels import apply_rope, rms_norm
 
-_EPS = 1e-6  # of the norms of latent vectors; the config's value is for the other norms
+_EPS = 1e-6  # epsilon of the latent vectors' norms; the config's value is for all other norms
 
 
 def latent_queries_and_keys(
     latent: Latent, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Float[Array, "tokens heads latent"], Float[Array, "tokens 1 latent"]]:
-    """Queries of every head, and the one key of each token: [latent vector, rotated part]. The context has a rope."""
+    """Queries of every head, and one key per token: [latent vector, rotated part]. Needs a context with rope angles."""
     assert context.cos is not None
     assert context.sin is not None
     tokens = x.shape[0]
@@ -41,10 +41,10 @@ def latent_queries_and_keys(
 def latent_values(
     latent: Latent, out: Float[Array, "tokens heads kv_rank"], context: LayerContext
 ) -> Float[Array, "tokens heads v_dim"]:
-    """Each head's output, from the output of attention in the latent space."""
+    """Each head's output, from attention's output in the latent space."""
     return linear_per_head("kv_b", out, context, part=slice(latent.nope_dim, None), transposed=False)
 
 
 def _halves(latent: Latent, x: Float[Array, "tokens heads rope"]) -> Float[Array, "tokens heads rope"]:
-    """Interleaved pairs in rotate-half order. Queries and keys are permuted alike, so q.k stays the same."""
+    """Reorder interleaved pairs for rotate-half. The same order for queries and keys keeps q.k the same."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1) if latent.interleaved else x

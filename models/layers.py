@@ -1,4 +1,4 @@
-"""Parts of a layer that all models share: norms, activation functions, and the dense feed-forward network."""
+"""Parts of a layer: norms, activation functions, and the dense feed-forward network."""
 
 from collections.abc import Container
 
@@ -19,7 +19,7 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 
 def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) -> Float[Array, "*lead width"]:
-    """The model's norm over the last axis, with the leaf `name` as its weights."""
+    """Apply the model's norm over the last axis. name: leaf of the norm's weights."""
     spec, weight, bias = context.spec, context.params[name], context.params.get(f"{name}_bias")
     if spec.norm is Norm.RMS and context.num_rows is not None:
         return rms_norm_rows(x, weight, spec.norm_eps, context.num_rows)
@@ -36,7 +36,7 @@ def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) 
 
 
 def normalise_split(name: str, x: Float[Array, "rows width"], context: LayerContext) -> Float[Array, "rows width"]:
-    """`normalise` for a vector that is split over the devices. RMS norms only."""
+    """`normalise` for a last axis that is split over devices. RMS norms only."""
     shards, spec = context.shards, context.spec
     if shards.divisor == 1:
         return normalise(name, x, context)
@@ -47,10 +47,10 @@ def normalise_split(name: str, x: Float[Array, "rows width"], context: LayerCont
 
 
 def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
-    """Input of the down projection of a gated feed-forward network: act(gated) * up."""
+    """act(gated) * up, the input of the down projection in a gated feed-forward network."""
     if spec.swiglu_limit is None:
         return activate(spec.activation.value, gated) * up
-    # gpt-oss: gate and up are clamped, one is added to up, and the sigmoid is steeper than SiLU's
+    # gpt-oss: gate and up are clamped, 1 is added to up, and the sigmoid is steeper than in SiLU.
     x, y = gated.astype(jnp.float32), up.astype(jnp.float32)
     x = jnp.minimum(x, spec.swiglu_limit)
     y = jnp.clip(y, -spec.swiglu_limit, spec.swiglu_limit)
@@ -58,16 +58,15 @@ def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
 
 
 def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[str]) -> bool:
-    """Whether gate, up and activation of a layer with these leaves are one `gated_dot`, if its weights are dense.
+    """True if a layer with these leaves can fuse gate, up and activation into one `gated_dot`, with dense weights.
 
-    The others have biases, matrices stored apart or transposed, a clamp, or no gate.
+    False with biases, separate or transposed matrices, a clamp, or no gate.
     """
     one_matrix = "gate_up" in leaves and not layout.split_gate_up and "gate_up" not in layout.transposed
     return one_matrix and spec.gated and spec.swiglu_limit is None and "up_bias" not in leaves
 
 
 def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens hidden"]:
-    """The dense feed-forward network."""
     spec = context.spec
     if not spec.gated:
         hidden = activate(spec.activation.value, linear_with_bias("up", x, context))
@@ -87,7 +86,7 @@ def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Flo
 def _served_gate(
     x: Float[Array, "tokens hidden"], context: LayerContext, num_rows: Array
 ) -> Float[Array, "tokens inter"]:
-    """Input of the down projection, when serving."""
+    """Input of the down projection when serving. num_rows: number of needed rows."""
     weight, activation = context.params["gate_up"], context.spec.activation
     if not is_quantized(weight):
         return gated_dot(x, weight, num_rows, activation=activation.value, implementation=context.gated_dot)
@@ -99,7 +98,7 @@ def _served_gate(
 def gate_and_up(
     name: str, x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Float[Array, "tokens inter"], Float[Array, "tokens inter"]]:
-    """Gate and up projections in one product, with the leaf `name` [2, inter, hidden]."""
+    """Gate and up projections in one matmul with the leaf `name` [2, inter, hidden]."""
     both = linear(name, x, context)
     width = both.shape[1] // 2
     return both[:, :width], both[:, width:]

@@ -1,12 +1,10 @@
-"""Products with weight matrices. Every weight product of the decoder is made here, by the name of its leaf,
-except the row sum of a shared expert's gate (`experts`).
+"""All matmuls of the decoder with weight matrices, by the name of the leaf, and the embedding (`take_rows`).
 
-`linear` is the plain product, and `linear_with_bias` adds the leaf's bias. `take_rows` is an embedding.
-`linear_per_head` multiplies every attention head by its own matrix. `linear_per_expert` multiplies every block of rows
-by the matrix of its expert.
+The one exception is the gate of a shared expert (`experts`). `linear` is a plain matmul. `linear_with_bias` adds the
+leaf's bias. `linear_per_head` has a matrix per attention head, and `linear_per_expert` a matrix per block of rows.
 
-Inside `jax.shard_map` each device multiplies its part of a matrix (`sharding`). `linear_with_bias` and `take_rows` add
-the devices' results; the products of the other functions belong to one device.
+Inside `jax.shard_map` each device multiplies by its part of a matrix (`sharding`). `linear_with_bias` and `take_rows`
+add the results of all devices. All other functions return this device's results.
 """
 
 import dataclasses
@@ -37,20 +35,20 @@ from pallas_kernels.platforms import takes_native
 class LayerContext:
     """Data that the functions of one layer share: the model, the layer's weights, and facts about the tokens.
 
-    The embedding and the `lm_head` belong to no layer. Their context has the model's whole tree as `params`.
+    `params` is the model's whole tree for the embedding and the `lm_head`, which belong to no layer.
     """
 
     spec: DecoderSpec
     layout: WeightLayout
-    params: Params              # leaves by name: the layer's own, and its rows of the stacked vectors
+    params: Params              # leaves by name: the layer's leaves, and its rows of stacked vectors
     cos: Array | None = None    # float32[tokens, half] of the rope angles; None: the layer has no rope. sin likewise
     sin: Array | None = None
     real: Array | None = None   # bool[tokens], False for padding; None: no token is padding
-    # int32[], number of first rows that are needed; None: all, and products have gradients
+    # int32[], number of needed rows, which come first; None: all, and matmuls have gradients
     num_rows: Array | None = None
     gated_dot: str | None = None  # implementation of `gated_dot`; None: the best one
-    shards: Shards = WHOLE        # number of parts of the leaves; `params` has this device's
-    # called with the name and the input of each product of `linear` while it is traced; for calibration
+    shards: Shards = WHOLE        # split of the leaves; `params` has this device's parts
+    # called with the name and the input of each `linear` while it is traced; for calibration
     watch: Callable[[str, Array], None] | None = None
 
 
@@ -58,11 +56,10 @@ def linear(
     name: str, x: Float[Array, "rows in"], context: LayerContext, *,
     dtype: DTypeLike | None = None, min_outputs: int = 0,
 ) -> Float[Array, "rows out"]:  # fmt: skip
-    """x times the matrix `name`. All axes of the leaf but the last are one axis here, the outputs.
+    """x times the matrix `name`. The outputs are all axes of the leaf except the last, merged into one.
 
-    dtype:       of the result; None = x's dtype. float32 operands give true float32 products on every platform.
-    min_outputs: compute at least this many outputs of a matrix [out, in], which is padded with rows of zeros. The
-                 result has the matrix's own outputs only.
+    dtype:       of the result; None = x's dtype. float32 operands are multiplied in true float32 on every platform.
+    min_outputs: pad a matrix [out, in] with rows of zeros to this number of outputs. The result excludes the padding.
 
     The leaf may be a `QuantizedWeight`, or a `JoinedWeight` of several.
     """
@@ -82,7 +79,7 @@ def _product(
     weight: Any, x: Float[Array, "rows in"], context: LayerContext, dtype: DTypeLike | None, *, transposed: bool,
     min_outputs: int,
 ) -> Float[Array, "rows out"]:  # fmt: skip
-    """x times one matrix: an array or a QuantizedWeight. See `linear`."""
+    """`linear` for one matrix, an array or a QuantizedWeight."""
     if isinstance(weight, QuantizedWeight):
         return quantized_dot(x, weight, x.shape[0] if context.num_rows is None else context.num_rows, dtype=dtype)
     weight = weight.reshape(-1, weight.shape[-1])
@@ -97,7 +94,7 @@ def _product(
 
 
 def linear_with_bias(name: str, x: Float[Array, "rows in"], context: LayerContext) -> Float[Array, "rows out"]:
-    """`linear`, summed over the devices if the inputs are split, plus the leaf NAME_bias if the model has it."""
+    """`linear`, summed over devices if the inputs are split, plus the leaf NAME_bias if the model has it."""
     bias = context.params.get(f"{name}_bias")
     if not splits_inputs(name, context.shards):
         return add(linear(name, x, context), bias)
@@ -105,7 +102,7 @@ def linear_with_bias(name: str, x: Float[Array, "rows in"], context: LayerContex
 
 
 def products(name: str, x: Float[Array, "rows in"], context: LayerContext) -> list[Float[Array, "rows out"]]:
-    """This device's products with a matrix whose inputs are split, for `Shards.total`."""
+    """This device's partial results of a matmul with split inputs, for `Shards.total`."""
     weight = context.params[name]
     if not isinstance(weight, SplitWeight):
         return [linear(name, x, context)]
@@ -118,7 +115,7 @@ def products(name: str, x: Float[Array, "rows in"], context: LayerContext) -> li
 def take_rows(
     name: str, indices: Int[Array, " tokens"], context: LayerContext
 ) -> Float[Array, "tokens width"]:
-    """The rows of the matrix `name` with these indices: an embedding. Indices out of range are clipped."""
+    """Rows of the matrix `name` at these indices: an embedding. Indices out of range are clipped."""
     weight, shards = context.params[name], context.shards
     if shards.count > 1:
         indices -= shards.first(weight.shape[0])
@@ -126,15 +123,15 @@ def take_rows(
     if shards.count == 1:
         return rows
     is_here = (indices >= 0) & (indices < weight.shape[0])
-    return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR)  # exact: one device has the row, all others zeros
+    return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR)  # exact: all other devices have zeros
 
 
 def linear_per_head(
     name: str, x: Float[Array, "tokens heads in"], context: LayerContext, *, part: slice, transposed: bool
 ) -> Float[Array, "tokens heads out"]:
-    """x times a matrix per head. `part` slices axis 1 of the leaf.
+    """x times a matrix per head. part: slice of axis 1 of the leaf.
 
-    transposed: the leaf is [heads, in, out]; otherwise it is [heads, out, in].
+    transposed: the slice is [heads, in, out]; otherwise it is [heads, out, in].
     """
     weight = context.params[name][:, part]
     precision = _precision(x)
@@ -147,7 +144,7 @@ def linear_per_head(
         rows = lax.optimization_barrier(weight.swapaxes(1, 2))
         return lax.dot_general(x, rows, (((2,), (2,)), ((1,), (0,))), precision=precision)
 
-    if transposed:  # XLA's CPU products with [in, out] matrices have other bits from 64 rows on
+    if transposed:  # on CPU, the bits of XLA's matmul with [in, out] matrices differ from 64 rows on
         out = lax.platform_dependent(x, weight, cpu=by_rows, default=direct)
     else:
         out = direct(x, weight)
@@ -164,8 +161,7 @@ def linear_per_expert(
 ) -> Float[Array, "blocks rows out"]:
     """Every block of rows times the matrix of its expert, from the leaf [experts, ..., in].
 
-    The results are needed of the first `num_blocks_used` blocks, and of each block's first `rows_of_block` rows. The
-    others are undefined.
+    Results are defined for the first `num_blocks_used` blocks, and for each block's first `rows_of_block` rows.
     """
     weight = context.params[name]
     if isinstance(weight, QuantizedWeight):
@@ -175,7 +171,7 @@ def linear_per_expert(
 
 
 def has_native_matmul(spec: DecoderSpec, dtype: DTypeLike) -> bool:
-    """True if a native kernel for CPU computes the products of a model with weights of this dtype, when serving."""
+    """True if a native CPU kernel computes the matmuls of a model with weights of this dtype when serving."""
     if spec.experts is not None or spec.latent is not None:
         return False
     hidden = spec.hidden_size
@@ -187,7 +183,6 @@ def has_native_matmul(spec: DecoderSpec, dtype: DTypeLike) -> bool:
 
 
 def add(x: Array, bias: Array | None) -> Array:
-    """x, plus the bias if there is one."""
     return x if bias is None else x + bias
 
 

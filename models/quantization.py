@@ -1,11 +1,10 @@
-"""Quantised weights of a model: which leaves, in how many bits, in which layout in memory.
+"""Quantised weights of a model: the leaves to quantise, their bits, and their layout in memory.
 
-A leaf becomes quantised in two ways. `Quantizer.__call__` rounds the numbers of a leaf, for the option
-`--quantization`. `Quantizer.packed` takes a leaf that is quantised in the checkpoint. Both choose the layout for the
-platform.
+`Quantizer.__call__` rounds the numbers of a leaf, for the option `--quantization`. `Quantizer.packed` converts a leaf
+that is quantised in the checkpoint. Both choose the platform's layout.
 
-Matrices that `linear`, `take_rows` and `linear_per_expert` multiply are quantised. Vectors, routers, positions and the
-matrices of latent attention that are multiplied per head keep their dtype.
+The matrices of `linear`, `take_rows` and `linear_per_expert` are quantised. Vectors, routers, positions and the
+matrices of `linear_per_head` keep their dtype.
 """
 
 import dataclasses
@@ -40,10 +39,10 @@ LEAVES = EXPERTS | {
     "embed", "lm_head", "qkv", "o", "gate_up", "up", "down", "q_a", "q_b", "kv_a", "project_in", "project_out",
     "shared_gate_up", "shared_down",
 }  # fmt: skip
-# Both have one row a token of the vocabulary. Their errors reach every logit, so they keep 8 bits.
+# Both have one row per token of the vocabulary. Their errors affect every logit, so they keep 8 bits.
 EIGHT_BITS = frozenset({"embed", "lm_head"})
-# Numbers that are quantised at once. The search for scales needs 37 bytes for each. On CPU fewer are also faster: int4
-# of [8192, 1024] took 0.40 to 0.61 s, and 0.89 to 0.93 s with 2^24 numbers (two cores, other load).
+# Numbers that are quantised at once. The search for scales needs 37 bytes per number. On CPU, small parts are also
+# faster: int4 of [8192, 1024] took 0.40 to 0.61 s, and with 2^24 numbers 0.89 to 0.93 s (two cores, other load).
 MOST_NUMBERS = 1 << 19
 # Axis of a fused leaf along which its parts are joined: [kv_heads, q_per_kv + 2, head_dim, in] and [2, inter, in].
 PART_AXES = {"qkv": 1, "gate_up": 0, "shared_gate_up": 0}
@@ -51,11 +50,11 @@ PART_AXES = {"qkv": 1, "gate_up": 0, "shared_gate_up": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """Kind of the codes, the inputs that share a scale, and the precision of activations."""
+    """Kind of codes, number of inputs per scale, and precision of activations."""
 
     kind: str
     group_size: int | None  # None: all inputs of an output
-    activations: str        # int8 or float; off the CPU. On CPU, integer codes come with int8
+    activations: str        # int8 or float, except on CPU, where integer codes use int8
 
 
 SCHEMES = {
@@ -67,17 +66,13 @@ SCHEMES = {
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["axis"])
 @dataclasses.dataclass(frozen=True)
 class JoinedWeight:
-    """A fused leaf whose parts are stored in different ways: arrays or QuantizedWeights, joined along an axis.
-
-    For example, q and k of a GGUF file are in 4 bits, and v is in 6.
-    """
+    """A fused leaf of parts with different formats, joined along an axis: in a GGUF file, 4-bit q and k and 6-bit v."""
 
     parts: tuple[Any, ...]
     axis: int  # of the leaf's shape
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the leaf."""
         first = self.parts[0].shape
         joined = sum(part.shape[self.axis] for part in self.parts)
         return (*first[: self.axis], joined, *first[self.axis + 1 :])
@@ -89,7 +84,7 @@ class JoinedWeight:
 
 
 def is_quantized(leaf: Any) -> bool:
-    """True if a leaf is not one array of numbers."""
+    """True for a QuantizedWeight or a JoinedWeight."""
     return isinstance(leaf, (QuantizedWeight, JoinedWeight))
 
 
@@ -100,14 +95,14 @@ def quantized_parts(params: Params) -> Iterator[QuantizedWeight]:
 
 
 class LeafPlacer(Protocol):
-    """Puts leaves on devices: `Quantizer` on one, `shard_weights.ShardedQuantizer` on several. See their methods."""
+    """Puts leaves on devices: `Quantizer` on one, `ShardedQuantizer` on several, `StagedPlacer` on pipeline stages."""
 
     def of_layer(self, layer: int | None) -> "LeafPlacer":
-        """The placer of a layer's leaves. None: of the leaves that belong to no layer."""
+        """The placer for a layer's leaves. None: for leaves outside of layers."""
         ...
 
     def finish(self, tree: Params) -> Any:
-        """The weights of an engine, from the tree of all placed leaves."""
+        """An engine's weights, from the tree of all placed leaves."""
         ...
 
     def __call__(self, name: str, leaf: Any) -> Any:
@@ -119,7 +114,7 @@ class LeafPlacer(Protocol):
         ...
 
     def packed(self, name: str, weight: QuantizedWeight) -> Any:
-        """A leaf that is quantised in the checkpoint."""
+        """A leaf that is quantised in the checkpoint, on the devices."""
         ...
 
     def packed_shape(self, name: str, weight: QuantizedWeight) -> Any:
@@ -127,11 +122,11 @@ class LeafPlacer(Protocol):
         ...
 
     def shapes(self, shapes: Params) -> Params:
-        """The tree `param_shapes(spec, dtype)`, as it is on the devices."""
+        """The tree `param_shapes(spec, dtype)` with the shapes and shardings on the devices."""
         ...
 
     def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf may be a view of a mapped file. Nothing of the view is kept."""
+        """True if the leaf may be a view of a mapped file, because the placer keeps no reference to it."""
         ...
 
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> "Scheme | None":
@@ -141,37 +136,36 @@ class LeafPlacer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """Makes the leaves of a parameter tree for a platform."""
+    """Quantises the leaves of a parameter tree for a platform, and puts them on one device."""
 
-    scheme: Scheme | None = None  # None: leaves of numbers are not rounded
+    scheme: Scheme | None = None  # None: dense leaves are not rounded
     platform: str = "cpu"
     activations: str = "auto"     # `EngineConfig.quantized_activations`
 
     def of_layer(self, layer: int | None) -> "Quantizer":
-        """The placer itself: all layers are on the same devices."""
+        """The placer itself, because all layers are on the same device."""
         return self
 
     def finish(self, tree: Params) -> Params:
-        """The tree itself."""
         return tree
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Float[Array, "*shape"] | QuantizedWeight:
-        """The leaf `name` on the default device, quantised if `scheme_of_leaf` says so. leaf: a jax or numpy array.
+        """Put the leaf `name` on the default device, quantised by `scheme_of_leaf`. leaf: a jax or numpy array.
 
-        A leaf that is quantised is read in parts, and only the part is on the device in full precision.
+        A leaf is quantised in parts, so that only one part at a time is on the device in full precision.
         """
         chosen = self.scheme_of_leaf(name, leaf.shape)
         if chosen is None:
             return jax.block_until_ready(jax.device_put(leaf))
         matrix = leaf.reshape(-1, leaf.shape[-1])
         rows = max(OUTPUTS, MOST_NUMBERS // leaf.shape[-1] // OUTPUTS * OUTPUTS)
-        # all others are placed alike: one program for several leaves
+        # All other leaves have the same layout, and share a program.
         like, shape = (name, leaf.shape) if name in EXPERTS else ("embed" if name == "embed" else "o", ())
 
         def part(first: int) -> QuantizedWeight:
             numbers = matrix[first : first + rows]
             if isinstance(numbers, np.ndarray):
-                numbers = numbers.copy()  # JAX may use a view for a while longer, and a mapped file would not close
+                numbers = numbers.copy()  # JAX may hold a view for longer, and then its mapped file cannot close
             return _any_shape(_quantized(numbers, quantizer=self, name=like, scheme=chosen, shape=shape))
 
         if rows >= matrix.shape[0]:
@@ -184,10 +178,10 @@ class Quantizer:
         return with_shape(whole, leaf.shape)
 
     def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
-        """A leaf of a checkpoint, in the layout "plain", in the layout for the platform.
+        """Convert a checkpoint's leaf from the layout "plain" into the platform's layout.
 
-        On CPU it becomes an array of numbers if no kernel multiplies it. Weights stay quantised if activations are
-        "float", and weights of fp8 if they are "fp8".
+        On CPU it is dequantised if no native kernel multiplies it. It stays quantised with activations "float", and fp8
+        weights stay quantised with activations "fp8".
         """
         changed = dataclasses.replace(weight, **self._arrays(weight))
         return jax.block_until_ready(_place(changed, quantizer=self, name=name))
@@ -201,7 +195,7 @@ class Quantizer:
         return jax.eval_shape(functools.partial(_place, quantizer=self, name=name), weight)
 
     def shapes(self, shapes: Params) -> Params:
-        """The tree `param_shapes(spec, dtype)`, as it is after quantising."""
+        """The tree `param_shapes(spec, dtype)` after quantisation."""
         return {
             name: tuple(map(self.shapes, leaf)) if name == "layers" else self.shape(name, leaf)
             for name, leaf in shapes.items()
@@ -218,14 +212,11 @@ class Quantizer:
         return with_shape(made, leaf.shape)
 
     def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf may be a view of a mapped file: one that is rounded is copied in parts."""
+        """True for a leaf that is rounded: its parts are copied."""
         return self.scheme_of_leaf(name, shape) is not None
 
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
-        """The scheme of the leaf `name`; None if it keeps its dtype.
-
-        A matrix whose number of inputs is not a multiple of the group size has 8 bits.
-        """
+        """The scheme of the leaf `name`; None if it keeps its dtype. 8 bits if groups do not divide the inputs."""
         if name not in LEAVES or self.scheme is None:
             return None
         for candidate in (self.scheme, SCHEMES["int8"]):
@@ -235,15 +226,14 @@ class Quantizer:
         return None
 
     def place(self, name: str, weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
-        """Weights in the layout "plain", in the layout for the platform, with the activations that it multiplies.
+        """Convert weights from the layout "plain" into the platform's layout, and set their `activations`.
 
-        shape: of the leaf, which the weights may be a part of.
+        shape: of the whole leaf. The weights may be a part of it.
 
-        On CPU the native kernels take the layout "tiles", and round activations to 8 bits. On TPU the kernels take
-        4 bits and groups in the layout "lanes", of experts if their outputs are a multiple of 128. All else has the
-        layout "rows": on TPU and NVIDIA other products, and embeddings, whose rows are taken. On CPU it is fp8, and
-        products with activations that are not rounded. They dequantise blocks of outputs in every step, which is slow
-        on CPU.
+        "tiles": the native CPU kernels, which round activations to 8 bits.
+        "lanes": the TPU kernels, for 4 bits or groups. Experts need a multiple of 128 outputs. Not the embedding.
+        "rows":  all other weights. On CPU these are fp8, and weights with activations that are not rounded. They
+                 dequantise blocks of outputs in every step, which is slow on CPU.
         """
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight, shape):
             return to_tiles(weight)
@@ -271,7 +261,7 @@ UNCHANGED = Quantizer()
 
 
 def _has_kernel(name: str, weight: QuantizedWeight, shape: tuple[int, ...]) -> bool:
-    """True if a native kernel for CPU multiplies the leaf. shape: of the leaf."""
+    """True if a native CPU kernel multiplies the leaf. shape: of the whole leaf."""
     return refuse_tiles(weight) is None and (name not in EXPERTS or refuse_matrices(shape) is None)
 
 
@@ -287,25 +277,25 @@ def _place(weight: QuantizedWeight, *, quantizer: Quantizer, name: str) -> Quant
 def _quantized(
     matrix: Float[Array, "out in"], *, quantizer: Quantizer, name: str, scheme: Scheme, shape: tuple[int, ...]
 ) -> QuantizedWeight:
-    """Outputs of the leaf `name`, rounded. shape: of the leaf."""
+    """Quantise some outputs of the leaf `name`. shape: of the whole leaf."""
     plain = quantize_plain(matrix, scheme.kind, scheme.group_size or matrix.shape[-1])
     return quantizer.place(name, dataclasses.replace(plain, activations=scheme.activations), shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _insert(whole: QuantizedWeight, part: QuantizedWeight, first: Int[Array, ""] | int) -> QuantizedWeight:
-    """`whole` with the outputs of `part` from `first` on, a multiple of OUTPUTS. Both are of `_any_shape`."""
+    """Write the outputs of `part` into `whole` from `first`, a multiple of OUTPUTS. Both come from `_any_shape`."""
     start, axis = first // OUTPUTS if whole.layout == "tiles" else first, 1 if whole.layout == "lanes" else 0
     return jax.tree.map(lambda to, array: jax.lax.dynamic_update_slice_in_dim(to, array, start, axis), whole, part)
 
 
 def _any_shape(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight without its static shape, so that weights of several shapes are trees of one structure."""
+    """The weight without its static shape, so that all shapes are pytrees of one structure."""
     return dataclasses.replace(weight, shape=())
 
 
 def with_shape(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
-    """The same weights with their outputs on the axes of `shape`. The arrays may be ShapeDtypeStructs."""
+    """The weights with their outputs on the axes of `shape`. Arrays may be ShapeDtypeStructs."""
     if weight.layout in ("tiles", "lanes"):
         return dataclasses.replace(weight, shape=shape)
 

@@ -1,7 +1,7 @@
-"""Frequencies of rotary position embeddings, for every scaling that `spec.Rope` names.
+"""Frequencies of rotary position embeddings, for every scaling of `spec.Rope`.
 
-Fixed scalings are computed once, on the host, in the same float32 steps as in Transformers. Angles of large positions
-are then the same. Dynamic scaling and longrope depend on the sequence length, so the compiled step computes them.
+Fixed scalings are computed once on the host, in the same float32 steps as in Transformers, so that angles of large
+positions are equal. Dynamic scaling and longrope depend on the sequence length, so the compiled step computes them.
 Papers: rotary embedding, Su et al. 2021 (arXiv:2104.09864); YaRN, Peng et al. 2023 (arXiv:2309.00071);
 LongRoPE, Ding et al. 2024 (arXiv:2402.13753).
 """
@@ -39,8 +39,8 @@ def inv_freq(rope: Rope, head_dim: int, max_position: int) -> tuple[np.ndarray, 
 def dynamic_inv_freq(rope: Rope, head_dim: int, seq_len: Int[Array, " tokens"]) -> Float[Array, "tokens half"]:
     """Inverse frequencies of each token with dynamic (NTK) scaling, float32[tokens, head_dim / 2].
 
-    seq_len: length of the sequence when the token is computed: max(prompt length, position + 1). There is no scaling
-    up to `rope.original_max_position`. Beyond it, the base grows with the length.
+    seq_len: sequence length when the token is computed, max(prompt length, position + 1). Up to
+    `rope.original_max_position` there is no scaling. Above it, the base grows with the length.
     """
     stretch = rope.factor * seq_len.astype(jnp.float32) / rope.original_max_position - (rope.factor - 1)
     base = rope.theta * jnp.maximum(stretch, 1.0) ** (head_dim / (head_dim - 2))
@@ -53,7 +53,7 @@ def longrope_inv_freq(
 ) -> tuple[Float[Array, "tokens half"], float]:
     """Inverse frequencies of each token with longrope, and the factor of cos and sin.
 
-    seq_len: as in `dynamic_inv_freq`. Sequences beyond `rope.original_max_position` use the long factors throughout.
+    seq_len: as in `dynamic_inv_freq`. Sequences longer than `rope.original_max_position` use the long factors.
     """
     plain = _powers(rope.theta, head_dim)
     short, long = (np.float32(1) / (np.array(f, np.float32) * plain) for f in (rope.short_factor, rope.long_factor))
@@ -70,7 +70,7 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _llama3(rope: Rope, freq: np.ndarray, original: int) -> np.ndarray:
-    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and blends those in between."""
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, and blend linearly in between."""
     wavelength = np.float32(2 * math.pi) / freq
     slowed = freq / np.float32(rope.factor)
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
@@ -80,18 +80,18 @@ def _llama3(rope: Rope, freq: np.ndarray, original: int) -> np.ndarray:
 
 
 def _yarn(rope: Rope, plain: np.ndarray, original: int) -> np.ndarray:
-    """YaRN, section 3.2: keeps high frequencies, divides low ones by `factor`, with a linear ramp in between."""
+    """YaRN, section 3.2: keep high frequencies, divide low ones by `factor`, with a linear ramp in between."""
     half = len(plain)
 
     def dimension(rotations: float) -> float:
-        """The dimension (fractional) that makes `rotations` full turns within the original length."""
+        """Fractional index of the frequency with `rotations` full turns within the original length."""
         return half * math.log(original / (rotations * 2 * math.pi)) / math.log(rope.theta)
 
     first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
-    width = last - first if last != first else 0.001  # an empty range makes the ramp a step
+    width = last - first if last != first else 0.001  # an empty range: a step instead of a ramp
     ramp = np.clip((np.arange(half, dtype=np.float32) - np.float32(first)) / np.float32(width), 0, 1)
     keep = 1 - ramp
     kept, slowed = np.float32(1) / plain, np.float32(1) / (np.float32(rope.factor) * plain)
@@ -99,7 +99,7 @@ def _yarn(rope: Rope, plain: np.ndarray, original: int) -> np.ndarray:
 
 
 def _yarn_attention_factor(rope: Rope) -> float:
-    """Factor of cos and sin. It scales q.k by its square (YaRN, section 3.4)."""
+    """Factor of cos and sin. q.k is scaled by its square (YaRN, section 3.4)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 

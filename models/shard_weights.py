@@ -1,8 +1,8 @@
-"""`ShardedQuantizer` puts the leaves of a model on the devices of a mesh: each device gets its part.
+"""`ShardedQuantizer` splits the leaves of a model over the devices of a mesh.
 
-It is used like `Quantizer`, which rounds and lays out the part of each device. The arrays of a QuantizedWeight that is
-split are joined along axis 0, whatever axis of the weight is split: the program of a device sees its own part only. The
-static `shape` of such a weight is that of a part. Dense arrays keep their natural axes.
+It has the interface of `Quantizer`, which quantises each device's part. The parts of a split QuantizedWeight, and of a
+SplitWeight, are joined along axis 0 for any split axis, because each device's program sees its part only. The static
+`shape` of such a QuantizedWeight is the shape of one part. Other dense arrays are joined along the split axis.
 """
 
 import dataclasses
@@ -33,23 +33,22 @@ from pallas_kernels.quantized_dot.weight import ARRAYS
 
 @dataclasses.dataclass(frozen=True)
 class ShardedQuantizer:
-    """Pads, splits, rounds and places leaves. `spec` is the model's, before `split_spec`."""
+    """Pads, splits, quantises and places leaves. spec: of the model, before `split_spec`."""
 
     quantizer: Quantizer
-    mesh: Mesh | AbstractMesh  # without devices it can make shapes only
+    mesh: Mesh | AbstractMesh  # AbstractMesh: for shapes only
     shards: Shards
     spec: DecoderSpec
 
     def of_layer(self, layer: int | None) -> "ShardedQuantizer":
-        """The placer itself: all layers are on the same devices."""
+        """The placer itself, because all layers are on the same devices."""
         return self
 
     def finish(self, tree: Params) -> Params:
-        """The tree itself."""
         return tree
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
-        """The leaf `name` on the devices: an array, a QuantizedWeight or a SplitWeight. leaf: a numpy or jax array."""
+        """Put the leaf `name` on the devices, as an array, QuantizedWeight or SplitWeight. leaf: numpy or jax array."""
         leaf = pad_leaf(name, leaf, self.spec, self.shards)
         if self.scheme_of_leaf(name, leaf.shape) is None:
             return jax.block_until_ready(self._dense(name, leaf))
@@ -62,7 +61,7 @@ class ShardedQuantizer:
         return _put(leaf, sharding_on(self.mesh, axis))
 
     def packed(self, name: str, weight: QuantizedWeight) -> Any:
-        """A leaf of a checkpoint that is quantised, in the layout "plain", on the devices."""
+        """Put a checkpoint's quantised leaf, in the layout "plain", on the devices. Raises ModelLoadError."""
         weight, axis = self._padded(name, weight)
         return self._on_each_device(
             name, weight.shape, lambda index: self.quantizer.packed(name, _cut(weight, axis, index))
@@ -76,7 +75,7 @@ class ShardedQuantizer:
         return self._joined_shape(name, self.quantizer.packed_shape(name, local))
 
     def shapes(self, shapes: Params) -> Params:
-        """The tree `param_shapes(spec, dtype)`, as it is on the devices."""
+        """The tree `param_shapes(spec, dtype)` with the shapes and shardings on the devices."""
         return {
             name: tuple(map(self.shapes, leaf)) if name == "layers" else self.shape(name, leaf)
             for name, leaf in shapes.items()
@@ -97,15 +96,15 @@ class ShardedQuantizer:
         return SplitWeight((one,) * here)
 
     def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf may be a view of a mapped file: the parts of this process are copied, and no others read."""
+        """True: this process's parts are copied, and other parts are not read."""
         return True
 
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
-        """The scheme of a device's part of the leaf `name`; None if it keeps its dtype. shape: of the whole leaf."""
+        """Scheme for a device's part of the leaf `name`; None if it keeps its dtype. shape: of the whole leaf."""
         return self.quantizer.scheme_of_leaf(name, self._local(name, padded_shape(name, shape, self.spec, self.shards)))
 
     def _is_cut(self, name: str) -> bool:
-        """Whether a dense leaf becomes a SplitWeight."""
+        """True if a dense leaf becomes a SplitWeight."""
         return self.shards.parts > 1 and splits_inputs(name, self.shards)
 
     def _local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -116,7 +115,7 @@ class ShardedQuantizer:
         axis = split_axis(name, leaf.ndim, self.shards, self.spec)
         if not self._is_cut(name):
             return _put(leaf, sharding_on(self.mesh, axis))
-        # part p of the sum belongs to device p // parts_here
+        # Product p of the sum belongs to device p // parts_here.
         count, here = self.shards.count, self.shards.parts_here
         width = leaf.shape[-1] // (count * here)
         parts = []
@@ -127,15 +126,15 @@ class ShardedQuantizer:
         return SplitWeight(tuple(parts))
 
     def _indices(self, name: str, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
-        """The part of a leaf that each device of this process has."""
+        """Slices of a leaf for each device of this process."""
         axis = split_axis(name, len(shape), self.shards, self.spec)
         indices = sharding_on(self.mesh, axis).addressable_devices_indices_map(shape)
         return {device: index or (slice(None),) * len(shape) for device, index in indices.items()}
 
     def _on_each_device(self, name: str, shape: tuple[int, ...], make: Callable[[tuple[slice, ...]], Any]) -> Any:
-        """Make the part of each device there, and join the parts. make: called with the part's slices of the leaf.
+        """Make each device's part on that device, and join the parts. make: function of the part's slices of the leaf.
 
-        Devices with the same part get copies of it.
+        Equal parts are made once and copied.
         """
         made: dict[tuple[tuple[int, int, int], ...], Any] = {}
         parts = []
@@ -152,7 +151,7 @@ class ShardedQuantizer:
         return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
     def _joined_shape(self, name: str, local: Any) -> Any:
-        """A device's part as ShapeDtypeStructs, after `_join`."""
+        """ShapeDtypeStructs of the joined parts. local: one device's part."""
 
         def joined(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape, sharding = self._joined(name, leaf.shape)
@@ -173,7 +172,7 @@ class ShardedQuantizer:
             )
 
     def _padded(self, name: str, weight: QuantizedWeight) -> tuple[QuantizedWeight, int | None]:
-        """A weight in the layout "plain" with padded outputs, and the axis that is split."""
+        """Pad the outputs of a weight in the layout "plain". Returns it with its split axis. Raises ModelLoadError."""
         shape = padded_shape(name, weight.shape, self.spec, self.shards)
         axis = split_axis(name, len(shape), self.shards, self.spec)
         count = self.shards.count
@@ -205,7 +204,7 @@ class ShardedQuantizer:
 
 
 def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) -> QuantizedWeight:
-    """A device's part of a weight in the layout "plain". index: of its shape."""
+    """A device's part of a weight in the layout "plain". index: slices of the weight's shape."""
     if axis is None:
         return weight
     start, stop, _ = index[axis].indices(weight.shape[axis])
@@ -223,12 +222,12 @@ def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) ->
 
 
 def _put(leaf: Float[Any, "*shape"], sharding: jax.sharding.Sharding) -> Array:
-    """A host array on the devices. Only the parts of this process's devices are read."""
+    """Put an array on the devices. Of a host array, only the parts of this process's devices are read."""
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, sharding)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        # a copy: on CPU, JAX may use the memory of a view, and the whole leaf or a mapped file would stay in memory
+        # A copy: JAX on CPU may use a view's memory, which would keep the whole leaf or a mapped file in memory.
         return np.array(leaf if index is None else leaf[index])
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)

@@ -1,16 +1,16 @@
 """Tensor parallelism: how the arrays of a model are split over the devices of an engine.
 
-Every device runs the same program on its own part of the arrays, inside `jax.shard_map`. Each device has some of the
-query heads, KV heads, vocabulary, and columns of the feed-forward networks (or some of the experts). The residual
-stream is whole on every device. So a layer has two sums over devices: after `o` and after `down`.
+Every device runs the same program on its part of the arrays, inside `jax.shard_map`. A device has some of the query
+heads, KV heads, vocabulary, and columns of the feed-forward networks (or some experts). Every device has the whole
+residual stream, so a layer has two sums over devices, after `o` and after `down`.
 
-`AXES` names the logical axes of each leaf, and `SPLIT` the ones that are split. Sizes that the devices do not divide
-are padded with zeros, which add nothing to a sum; KV heads that are too few are repeated (`split_spec`, `pad_leaf`).
+`AXES` names the logical axes of each leaf, and `SPLIT` the axes that are split. Sizes that the devices do not divide
+are padded with zeros, which add nothing to a sum. KV heads may be repeated instead (`split_spec`, `pad_leaf`).
 
-With `parts` > 1 results have the same bits for every number of devices that divides `parts`. Each sum over split inputs
-is then computed as `parts` products, which are added in one fixed tree.
+With `parts` > 1, results have the same bits for every number of devices that divides `parts`. Each matmul with split
+inputs is then computed as `parts` products, which are added in one fixed tree.
 
-The mesh has a second axis, "context": its devices have the same weights and pages, and compute different tokens of a
+The mesh has a second axis, "context". Its devices have the same weights and pages, and compute different tokens of a
 prompt (`jpaged.runtime.step.context`).
 """
 
@@ -33,10 +33,10 @@ from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import DecoderSpec, Latent, QKNorm
 
 TENSOR, CONTEXT = "tensor", "context"  # names of the mesh axes
-PARTS = 8  # of each sum with `deterministic`: results are equal on 1, 2, 4 and 8 devices
+PARTS = 8  # `Shards.parts` with `deterministic`: results are equal on 1, 2, 4 and 8 devices
 
-# Logical axes of each leaf; leaves that are not here are whole on every device. A `*` stands for axes before those that
-# follow: vectors of layers are stacked.
+# Logical axes of each leaf. Every device has all other leaves whole. "*" is any number of leading axes, because vectors
+# are stacked over layers.
 AXES: dict[str, tuple[str, ...]] = {
     "embed": ("vocab", "embed"),
     "lm_head": ("vocab", "embed"),
@@ -63,43 +63,43 @@ _OF_EXPERTS = frozenset({"expert_gate_up", "expert_gate_up_bias", "expert_down",
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Number of parts that arrays are split into. Static: a part of compiled programs."""
+    """Split of a model's arrays. Static: a part of compiled programs."""
 
     count: int = 1                 # devices that arrays are split over
-    parts: int = 1                 # products of each sum over split inputs; a multiple of `count`, or 1
+    parts: int = 1                 # products that a matmul with split inputs sums; a multiple of `count`, or 1
     expert_parallel: bool = False  # each device has some of the experts; else a part of every expert
-    context: int = 1               # devices that the tokens of a prompt are spread over, each with all its split arrays
+    context: int = 1               # sets of `count` devices that a prompt's tokens are divided over
 
     @property
     def num_devices(self) -> int:
-        """Devices of an engine, or of one of its pipeline stages."""
+        """Number of devices of an engine, or of one of its pipeline stages."""
         return self.count * self.context
 
     @property
     def splits_experts(self) -> bool:
-        """Whether devices have different experts."""
+        """True if devices have different experts."""
         return self.expert_parallel and self.count > 1
 
     @property
     def divisor(self) -> int:
-        """Parts of every array that is split, on all devices together."""
+        """Number of parts of a split axis, over all devices."""
         return max(self.count, self.parts)
 
     @property
     def tile(self) -> int:
-        """Outputs of a device's part of a matrix are a multiple of this. With `parts` > 1 it is the tile of the native
-        kernels for CPU: XLA would compute a part with other outputs, with other bits."""
+        """A part's outputs are a multiple of this. With `parts` > 1 it is the tile of the native CPU kernels, because
+        XLA would compute other sizes, with other bits."""
         return 16 if self.parts > 1 else 1
 
     def units(self, kind: str) -> int:
-        """Sizes of the logical axis `kind` are multiples of this."""
+        """Sizes of the logical axis `kind` are padded to a multiple of this."""
         if kind in ("vocab", "intermediate"):
             return self.divisor * self.tile
         return self.count if kind == "experts" else self.divisor
 
     @property
     def parts_here(self) -> int:
-        """Products that a device computes for a sum over split inputs."""
+        """Number of products that a device computes for a matmul with split inputs."""
         return max(1, self.parts // self.count)
 
     def index(self) -> Int[Array, ""] | int:
@@ -107,7 +107,7 @@ class Shards:
         return lax.axis_index(TENSOR) if self.count > 1 else 0
 
     def first(self, size: int) -> Int[Array, ""] | int:
-        """First index of this device's part of a split axis. size: of the part."""
+        """First index of this device's part of a split axis. size: of one part."""
         return self.index() * size
 
     def total(self, products: Sequence[Float[Array, "*shape"]], dtype: DTypeLike) -> Float[Array, "*shape"]:
@@ -124,7 +124,7 @@ class Shards:
         return total.astype(dtype)
 
     def on_first(self, x: Array) -> Array:
-        """x on the first device, zeros on all others: for what a sum over devices must contain once."""
+        """x on the first device, zeros on all others. For a term that a sum over devices must contain once."""
         return x if self.count == 1 else jnp.where(self.index() == 0, x, jnp.zeros_like(x))
 
 
@@ -132,7 +132,7 @@ WHOLE = Shards()
 
 
 def shards_of(config: EngineConfig) -> Shards:
-    """The shards that the options of an engine ask for."""
+    """The shards for an engine's options."""
     parts = PARTS if config.deterministic else 1
     return Shards(
         config.tensor_parallel_size, parts, config.enable_expert_parallel, config.prefill_context_parallel_size
@@ -140,7 +140,7 @@ def shards_of(config: EngineConfig) -> Shards:
 
 
 def find_devices(shards: Shards, stages: int = 1) -> list[list[jax.Device]]:
-    """The devices of each pipeline stage of an engine. Raises ModelLoadError if there are fewer than it needs."""
+    """The devices of each pipeline stage of an engine. Raises ModelLoadError if there are too few."""
     devices, size = jax.devices(), shards.num_devices
     count = size * stages
     sizes = {
@@ -173,24 +173,23 @@ def find_devices(shards: Shards, stages: int = 1) -> list[list[jax.Device]]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SplitWeight:
-    """A matrix that is cut along its inputs: one array for each product of a sum (`Shards.parts`)."""
+    """A matrix that is split along its inputs, with one array per product on a device (`Shards.parts_here`)."""
 
     parts: tuple[Any, ...]  # each [..., in / parts]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole matrix."""
+        """Shape of all parts together."""
         first = self.parts[0].shape
         return (*first[:-1], first[-1] * len(self.parts))
 
     @property
     def dtype(self) -> np.dtype:
-        """dtype of the weights."""
         return self.parts[0].dtype
 
 
 def _tree_sum(values: list[Array]) -> Array:
-    """Sum of 2^n values: neighbours first."""
+    """Sum of 2^n values. Neighbours are added first."""
     while len(values) > 1:
         values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
@@ -201,15 +200,15 @@ def _tree_sum(values: list[Array]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class HeadPadding:
-    """KV heads and query heads after padding. Each KV head becomes `repeats` ones, which share its query heads."""
+    """KV heads and query heads after padding. Each KV head is repeated, and its copies divide its query heads."""
 
-    repeats: int
+    repeats: int   # copies of each KV head; 1: not repeated
     kv_heads: int  # after repeats and padding
-    q_per_kv: int  # of one repeat; the last ones may be padding
+    q_per_kv: int  # query heads per copy; the last ones may be padding
 
 
 def head_padding(spec: DecoderSpec, shards: Shards) -> HeadPadding:
-    """The cheapest way to make the KV heads a multiple of the divisor: add heads of zeros, or repeat heads."""
+    """The cheapest way to make the number of KV heads a multiple of the divisor: heads of zeros, or repeated heads."""
     kv, group, divisor = spec.num_kv_heads, spec.q_per_kv, shards.divisor
     repeats = divisor // math.gcd(kv, divisor)
     padded = HeadPadding(1, -(-kv // divisor) * divisor, group)
@@ -221,9 +220,9 @@ def head_padding(spec: DecoderSpec, shards: Shards) -> HeadPadding:
 
 
 def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
-    """The model with sizes that can be split. Padding has weights of zeros, so the results are the same.
+    """The model with sizes that can be split. Padding has zero weights, so results are the same.
 
-    The vocabulary and the number of experts stay as they are; only their arrays are padded.
+    The vocabulary and the number of experts are unchanged: only their arrays are padded.
     Raises ModelLoadError if heads can be neither split nor padded.
     """
     divisor = shards.divisor
@@ -261,21 +260,20 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
 
 
 def _latent_heads(latent: Latent, shards: Shards) -> int:
-    """With latent attention the query heads are a multiple of this: a device's part of `q_b` has whole tiles."""
-    # 64, not 16: XLA on an Intel Xeon with AVX-512 gave a part of 48 outputs other bits than one of 384. A head of real
-    # models has 192 outputs.
+    """Multiple of the query heads with latent attention, so that a device's part of `q_b` has whole tiles."""
+    # 64, not 16: XLA on an Intel Xeon with AVX-512 gave 48 outputs other bits than 384. Real models' heads have 192.
     whole = 64 if shards.parts > 1 else 1
     return shards.divisor * (whole // math.gcd(latent.nope_dim + latent.rope_dim, whole))
 
 
 def _adds_heads(spec: DecoderSpec, heads: HeadPadding) -> bool:
-    """Whether heads of zeros are added; repeated heads alone are not."""
+    """True if heads of zeros are added. Repeated heads do not count."""
     all_heads = (heads.kv_heads * heads.q_per_kv, heads.kv_heads)
     return all_heads != (spec.num_heads, spec.num_kv_heads * heads.repeats)
 
 
 def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
-    """The part of a model of `split_spec` that one device has: for the sizes of kernels, pages and temporaries."""
+    """One device's part of a model of `split_spec`, for the sizes of kernels, pages and temporaries."""
     count = shards.count
     if count == 1:
         return spec
@@ -293,7 +291,7 @@ def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
 
 
 def split_axis(name: str, dimensions: int, shards: Shards, spec: DecoderSpec) -> int | None:
-    """The axis of the leaf `name` that is split. None: the leaf is whole on every device."""
+    """The split axis of the leaf `name`. None: the leaf is whole on every device."""
     axes = AXES.get(name)
     if name in ("q_norm", "k_norm") and spec.qk_norm is QKNorm.PROJECTION:
         axes = ("heads",)
@@ -308,7 +306,7 @@ def split_axis(name: str, dimensions: int, shards: Shards, spec: DecoderSpec) ->
 
 
 def splits_inputs(name: str, shards: Shards) -> bool:
-    """Whether the inputs of the matrix `name` are split, so that its product is summed over devices."""
+    """True if the inputs of the matrix `name` are split, so that its matmul is summed over devices."""
     if name == "expert_down":
         return not shards.expert_parallel
     return name in ("o", "down", "shared_down")
@@ -317,15 +315,12 @@ def splits_inputs(name: str, shards: Shards) -> bool:
 def pad_leaf(
     name: str, leaf: Shaped[Any, "..."], spec: DecoderSpec, shards: Shards
 ) -> Shaped[Any, "..."]:
-    """The leaf `name` of a model in the shapes of `split_spec`. The leaf itself if nothing changes.
-
-    spec: of the leaf, before `split_spec`.
-    """
+    """The leaf `name` in the shape of `split_spec`, without a copy if nothing changes. spec: before `split_spec`."""
     wanted = padded_shape(name, leaf.shape, spec, shards)
     if wanted == leaf.shape:
         return leaf
     padded = np.zeros(wanted, leaf.dtype)
-    if name == "k_norm":  # of repeated heads; the mean over all of them stays the same
+    if name == "k_norm":  # of repeated heads; the norm's mean over all heads stays the same
         by_head = np.asarray(leaf).reshape(spec.num_kv_heads, 1, spec.head_dim)
         return np.repeat(by_head, head_padding(spec, shards).repeats, axis=1).reshape(wanted)
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
@@ -336,7 +331,7 @@ def pad_leaf(
 
 
 def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: Shards) -> tuple[int, ...]:
-    """Shape of a leaf after `pad_leaf`."""
+    """Shape of the leaf `name` after `pad_leaf`. shape: before. spec: before `split_spec`."""
     axis = split_axis(name, len(shape), shards, spec)
     if axis is None:
         return shape
@@ -346,7 +341,7 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
     divisor = shards.units(kind)
     if spec.latent is not None and kind == "heads":
         divisor = _latent_heads(spec.latent, shards)
-    width = spec.latent.v_dim if spec.latent is not None and name == "o" else 1  # numbers of a head
+    width = spec.latent.v_dim if spec.latent is not None and name == "o" else 1  # elements per head
     size = -(-shape[axis] // (divisor * width)) * divisor * width
     if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
         heads = head_padding(spec, shards)
@@ -357,7 +352,7 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
 
 
 def _pad_heads(name: str, leaf: np.ndarray, padded: np.ndarray, spec: DecoderSpec, heads: HeadPadding) -> None:
-    """Fill `padded`, which is zeros, with the heads of a leaf. See `HeadPadding`."""
+    """Copy the heads of a leaf into `padded`, an array of zeros. See `HeadPadding`."""
     kv, group = spec.num_kv_heads, spec.q_per_kv
     whole = name in ("qkv", "qkv_bias")
     if whole:
@@ -378,7 +373,7 @@ def _pad_heads(name: str, leaf: np.ndarray, padded: np.ndarray, spec: DecoderSpe
 
 
 def pad_kv_scales(scales: KVScales | None, spec: DecoderSpec, shards: Shards) -> KVScales | None:
-    """Scales of a checkpoint's KV heads in the shapes of `split_spec`. spec: before it."""
+    """Scales of a checkpoint's KV heads with the shapes of `split_spec`. spec: before `split_spec`."""
     if scales is None or shards.divisor == 1 or spec.latent is not None:
         return scales
     heads = head_padding(spec, shards)
@@ -394,7 +389,7 @@ def pad_kv_scales(scales: KVScales | None, spec: DecoderSpec, shards: Shards) ->
 
 
 def make_mesh(devices: Sequence[Any], shards: Shards) -> Mesh:
-    """The mesh of an engine, or of one pipeline stage. Neighbours share the axis "tensor"."""
+    """The mesh of an engine, or of one pipeline stage. Neighbouring devices are along the axis "tensor"."""
     return Mesh(np.array(devices).reshape(shards.context, shards.count), (CONTEXT, TENSOR))
 
 
@@ -404,24 +399,24 @@ def described_mesh(shards: Shards) -> AbstractMesh:
 
 
 def sharding_on(mesh: Mesh | AbstractMesh, axis: int | None) -> jax.sharding.Sharding:
-    """Sharding of an array whose axis `axis` is split; None: whole on every device."""
+    """Sharding of an array with the split axis `axis`. None: whole on every device."""
     if isinstance(mesh, Mesh) and mesh.size == 1:
         return jax.sharding.SingleDeviceSharding(mesh.devices.flat[0])
     return NamedSharding(mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR))
 
 
 def local_shape(leaf: Any) -> tuple[int, ...]:
-    """Shape of the part of an array, or a ShapeDtypeStruct, that one device has."""
+    """Shape of one device's part of an array or ShapeDtypeStruct."""
     sharding = getattr(leaf, "sharding", None)
     return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
 
 
 def whole_bytes(tree: Any) -> int:
-    """Bytes of the arrays that every device has whole, of a tree of ShapeDtypeStructs with shardings."""
+    """Bytes of arrays that are whole on every device. tree: ShapeDtypeStructs with shardings."""
     whole = (leaf for leaf in jax.tree.leaves(tree) if local_shape(leaf) == leaf.shape)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in whole)
 
 
 def local_shapes(tree: Any) -> Any:
-    """A tree of arrays as ShapeDtypeStructs of what one device has. Static fields of the tree stay."""
+    """ShapeDtypeStructs of one device's parts of a tree of arrays. Static fields stay."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(local_shape(leaf), leaf.dtype), tree)

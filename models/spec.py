@@ -1,7 +1,7 @@
-"""DecoderSpec: everything that the decoder needs to know about a model, and the shapes of its parameters.
+"""DecoderSpec: the description of a model for the decoder, and the shapes of the model's parameters.
 
 A family (`families/`) builds a spec from a Hugging Face config. `param_shapes(spec)` is the engine's parameter tree.
-Loaders fill this tree and the compiled step reads it. A trainer can pass its own arrays in this form without a copy.
+Loaders fill this tree, and compiled steps read it. A trainer can pass its own arrays in this tree without a copy.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-# A parameter tree, as `param_shapes` lists it: leaves by name; under "layers", a tuple with a dict of leaves per layer.
-# Leaves are jax.Array, np.ndarray or ShapeDtypeStruct, so the value type cannot be narrower than Any.
+# The tree of `param_shapes`: leaves by name, and under "layers" a tuple with a dict of leaves per layer. Leaves are
+# jax.Array, np.ndarray or ShapeDtypeStruct, so the value type is Any.
 Params: TypeAlias = dict[str, Any]
 
 
@@ -56,10 +56,10 @@ class Rope:
     """Rotary position embedding (Su et al. 2021), rotate-half form."""
 
     theta: float = 10000.0
-    partial: float = 1.0      # share of each head that is rotated, counted from its first dimension
+    partial: float = 1.0      # rotated share of each head, from its first dimension
     scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
     factor: float = 1.0
-    original_max_position: int = 0     # dynamic, llama3, yarn, longrope: length that the model was trained for
+    original_max_position: int = 0     # dynamic, llama3, yarn, longrope: trained length, in tokens
     low_freq_factor: float = 1.0       # llama3
     high_freq_factor: float = 4.0      # llama3
     beta_fast: float = 32.0            # yarn
@@ -68,8 +68,8 @@ class Rope:
     mscale: float | None = None        # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True              # yarn: round the correction range outward to whole dimensions
-    short_factor: tuple[float, ...] = ()   # longrope: divisor of each frequency, for sequences up to the trained length
-    long_factor: tuple[float, ...] = ()    # longrope: the same for longer sequences
+    short_factor: tuple[float, ...] = ()   # longrope: divisors of the frequencies, up to the trained length
+    long_factor: tuple[float, ...] = ()    # longrope: divisors for longer sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +77,19 @@ class AttentionOptions:
     """Static options of one layer's attention."""
 
     scale: float                  # factor of q.k
-    window: int | None = None     # number of keys that a query sees, itself included
+    window: int | None = None     # number of keys that a query sees, its own included
     softcap: float | None = None  # c: scores become c * tanh(scores / c)
     alibi_slopes: tuple[float, ...] | None = None  # one per query head: slope * (key - query position) is added
-    v_dim: int | None = None      # latent attention: values are the first v_dim numbers of the keys
+    v_dim: int | None = None      # latent attention: values are the first v_dim elements of the keys
 
 
-# Leaves that are float32 whatever the model's dtype. `router_correction` takes part in choosing experts: DeepSeek-V3's,
-# rounded to bfloat16, sends one token in eight to other experts.
+# Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
+# DeepSeek-V3's would send one token in eight to other experts.
 FLOAT32_LEAVES = frozenset({"router_correction"})
 
 
 def leaf_dtype(name: str, dtype: DTypeLike) -> np.dtype:
-    """The dtype of the leaf `name` in a model of this dtype."""
+    """dtype of the leaf `name` in a model of dtype `dtype`."""
     return np.dtype(np.float32 if name in FLOAT32_LEAVES else dtype)
 
 
@@ -113,9 +113,9 @@ class Experts:
     scale: float = 1.0           # factor of the weights, after renormalisation
     bias: bool = False           # the router and the experts have biases (gpt-oss)
     correction: bool = False     # a bias is added to the scores to choose experts, but not to weigh them (DeepSeek-V3)
-    expert_groups: int = 1       # neighbouring experts form this many expert groups
-    expert_groups_per_token: int = 0  # a token chooses among its best expert groups only, this many; 0 = all
-    expert_group_top: int = 1    # an expert group's score is the sum of its best scores, this many
+    expert_groups: int = 1       # number of expert groups, each of neighbouring experts
+    expert_groups_per_token: int = 0  # number of best expert groups that a token chooses experts from; 0 = all
+    expert_group_top: int = 1    # an expert group's score is the sum of its `expert_group_top` best scores
     shared_size: int = 0         # width of the shared expert, which every token uses; 0 = none
     shared_gate: bool = False    # the shared expert's output is multiplied by a sigmoid gate (Qwen2-MoE)
 
@@ -129,12 +129,12 @@ class Latent:
     nope_dim: int                # per head: dimensions of queries and keys without rotary embedding
     rope_dim: int                # per head: dimensions of queries and keys with rotary embedding
     v_dim: int                   # per head: dimensions of the values
-    interleaved: bool = True     # rotary embedding pairs dimensions 2i and 2i + 1, not i and i + half
+    interleaved: bool = True     # rope pairs dimensions 2i and 2i + 1, not i and i + half
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A part of the layers, with its own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
+    """A pipeline stage: layers with their own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
 
     index: int = 0
     count: int = 1                # stages of the model
@@ -143,17 +143,17 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage embeds the tokens."""
+        """True if the stage embeds the tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage has the `lm_head`."""
+        """True if the stage has the `lm_head`."""
         return self.index == self.count - 1
 
     @property
     def layers(self) -> range:
-        """Indices of the layers, if there are several stages."""
+        """Indices of the layers. Only with several stages."""
         assert self.num_layers is not None
         return range(self.first_layer, self.first_layer + self.num_layers)
 
@@ -172,18 +172,18 @@ class DecoderSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position: int            # longest sequence that the model takes, in tokens
+    max_position: int            # longest sequence that the model supports, in tokens
     norm: Norm = Norm.RMS
     norm_eps: float = 1e-6
     norm_position: NormPosition = NormPosition.PRE
     parallel_residual: bool = False  # x + attention(norm(x)) + feed_forward(norm(x))  (GPT-NeoX)
-    shared_norm: bool = False    # as parallel_residual, with one norm for both (Falcon-7B)
+    shared_norm: bool = False    # parallel_residual with one norm for both (Falcon-7B)
     embed_norm: bool = False     # a norm after the embedding (Bloom)
     final_norm: bool = True
     activation: Activation = Activation.SILU
     gated: bool = True           # act(gate) * up, else act(up)
-    swiglu_limit: float | None = None  # gpt-oss's gate: gate and up are clamped to this limit; see `layers.gate`
-    swiglu_alpha: float = 1.702        # and the slope of its sigmoid
+    swiglu_limit: float | None = None  # limit of gate and up in gpt-oss's activation; see `layers.gate`
+    swiglu_alpha: float = 1.702        # slope of the sigmoid in gpt-oss's activation
     experts: Experts | None = None
     latent: Latent | None = None
     qkv_bias: bool = False       # of q, k and v
@@ -191,8 +191,8 @@ class DecoderSpec:
     up_bias: bool = False        # of gate and up
     down_bias: bool = False
     qk_norm: QKNorm | None = None
-    rope: Rope | None = None     # a model without rope and alibi has learned positions
-    rope_layers: tuple[bool, ...] = ()  # layers that rotate q and k; () = all (SmolLM3 leaves some out)
+    rope: Rope | None = None     # a model with neither rope nor alibi has learned positions
+    rope_layers: tuple[bool, ...] = ()  # per layer: True = q and k are rotated; () = all layers (SmolLM3 has both)
     window_rope: Rope | None = None     # rope of the layers with a sliding window, if it differs (Gemma 3)
     alibi: float | None = None   # ALiBi (arXiv:2108.12409): factor of the paper's slopes
     position_offset: int = 0     # learned positions: row of position 0 (2 for OPT)
@@ -206,7 +206,7 @@ class DecoderSpec:
     logit_divisor: float = 1.0   # logits are divided by this (Granite)
     embed_size: int | None = None  # width of the embedding if it differs from hidden_size (OPT-350m: project_in/out)
     tie_embeddings: bool = False
-    pools: bool = False          # the result is a hidden state after the final norm, not logits; there is no lm_head
+    pools: bool = False          # returns hidden states after the final norm, not logits, and has no lm_head
     num_labels: int | None = None  # sequence classifier: labels of the score matrix, which follows the final norm
 
     @property
@@ -228,14 +228,14 @@ class DecoderSpec:
 
     @property
     def rope_dim(self) -> int:
-        """Dimensions of a head that rotary embedding rotates."""
+        """Number of dimensions per head that rope rotates."""
         if self.latent is not None:
             return self.latent.rope_dim
         return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
 
     @property
     def page_v_dim(self) -> int | None:
-        """Latent pages: values are the first `page_v_dim` numbers of the keys. None: values are stored separately."""
+        """Latent pages: values are the first `page_v_dim` elements of the keys. None: values are stored separately."""
         return None if self.latent is None else self.latent.kv_rank
 
     def is_sparse(self, layer: int) -> bool:
@@ -244,11 +244,10 @@ class DecoderSpec:
 
     @property
     def learned_positions(self) -> bool:
-        """True if each position has a learned embedding."""
         return self.rope is None and self.alibi is None
 
     def layer_rope(self, layer: int) -> Rope | None:
-        """The rotary embedding of a layer; None if the layer does not rotate queries and keys."""
+        """Rope of a layer; None if the layer does not rotate queries and keys."""
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.window_rope if self.window_rope is not None and self.window(layer) is not None else self.rope
@@ -264,14 +263,14 @@ class DecoderSpec:
         return tuple(self.window(layer) for layer in range(self.num_layers))
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer: number of keys that a query sees, itself included. None = all before it."""
+        """Sliding window of a layer: number of keys that a query sees, its own included. None = all keys up to it."""
         return self.sliding_window[layer] if self.sliding_window else None
 
 
 def alibi_slopes(num_heads: int, factor: float = 1.0) -> tuple[float, ...]:
     """One slope per head, times `factor` (arXiv:2108.12409, section 3).
 
-    2^n heads have slopes 2 ** (-8 i / 2^n), i from 1. With more heads, every other slope of 2^(n+1) heads follows.
+    2^n heads have slopes 2 ** (-8 i / 2^n), i from 1. More heads also get every second slope of 2^(n+1) heads.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -281,7 +280,7 @@ def alibi_slopes(num_heads: int, factor: float = 1.0) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class WeightLayout:
-    """How live arrays are stored, if not as `param_shapes` says. Static flags, so that no array is copied."""
+    """Layout of live arrays that differ from `param_shapes`. With these static flags, no array needs a copy."""
 
     split_qkv: bool = False       # separate leaves "q" [heads * head_dim, in], "k" and "v" [kv_heads * head_dim, in]
     split_gate_up: bool = False   # separate leaves "gate" and "up" [intermediate, in]
@@ -292,9 +291,9 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
     """The engine's parameter tree, as ShapeDtypeStructs.
 
     Matrices are [out, in], with one array per matrix and layer. q, k and v are fused by KV head, and gate and up are
-    fused, so that they split over heads without a copy. Small vectors are stacked over layers, because every array
-    that is an argument costs 0.7 us a call. XLA slices them inside the operation that reads them. The vectors that a
-    kernel reads are not stacked: a slice for a kernel is a copy, about 2 us on a GPU.
+    fused, so that they split over heads without a copy. Small vectors are stacked over layers, because each argument of
+    a call costs 0.7 us. XLA slices them inside the operation that reads them. Vectors that a kernel reads are not
+    stacked, because a slice for a kernel is a copy, about 2 us on a GPU.
     """
     s = spec
     hidden, embed = s.hidden_size, s.embed_size or s.hidden_size
@@ -319,7 +318,7 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
 
 
 def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Norms and biases that XLA's operations read. Those of layers are stacked over layers."""
+    """Norms and biases that XLA's operations read. Vectors of layers are stacked over layers."""
     layers, hidden, inter = s.num_layers, s.hidden_size, s.intermediate_size
     norms = {name: leaf(layers, hidden) for name in _norm_names(s)}
     if s.embed_norm:
@@ -347,7 +346,7 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
 
 
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """The leaves of one layer: its matrices, the biases of its experts, and the vectors that kernels read."""
+    """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
     hidden, kv = s.hidden_size, s.num_kv_heads
     if s.latent is None:
         # per KV head: its `q_per_kv` query heads, then its key head, then its value head
@@ -380,7 +379,7 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
 
 
 def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """The leaves of a layer's experts."""
+    """Leaves of a layer's experts."""
     tree = {
         "router": leaf(e.num, hidden),
         "expert_gate_up": leaf(e.num, 2, e.intermediate_size, hidden),
@@ -402,7 +401,6 @@ def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeSt
 
 
 def _norm_names(s: DecoderSpec) -> list[str]:
-    """Names of the norms of a layer."""
     names = []
     if s.norm_position is not NormPosition.OUTPUT:
         names += ["attn_norm"] if s.shared_norm else ["attn_norm", "mlp_norm"]

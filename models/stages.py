@@ -1,7 +1,7 @@
-"""Pipeline parallelism: the layers of a model are divided into stages, and each stage has devices of its own.
+"""Pipeline parallelism: the layers of a model are divided into stages, and each stage has its own devices.
 
-The first stage embeds the tokens, the last one applies the `lm_head`. A stage computes its layers and sends the hidden
-states to the next one. `StagedPlacer` loads each leaf straight to the devices of its stage.
+The first stage embeds the tokens, and the last stage applies the `lm_head`. A stage computes its layers and sends the
+hidden states to the next stage. `StagedPlacer` loads each leaf directly to the devices of its stage.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from jpaged.models.sharding import find_devices, make_mesh, shards_of
 from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage
 from pallas_kernels import QuantizedWeight
 
-_OF_FIRST = ("embed", "pos_embed", "project_in", "embed_norm", "embed_norm_bias")  # all others belong to the last stage
+_OF_FIRST = ("embed", "pos_embed", "project_in", "embed_norm", "embed_norm_bias")  # all others: see `_part_of`
 
 
 def stages_of(spec: DecoderSpec, count: int) -> tuple[Stage, ...]:
-    """Divide the layers of a model into `count` stages. The first ones have a layer more, if they differ.
+    """Divide the layers of a model into `count` stages. If sizes differ, the first stages have one layer more.
 
     Raises ModelLoadError if there are more stages than layers.
     """
@@ -40,25 +40,25 @@ def stages_of(spec: DecoderSpec, count: int) -> tuple[Stage, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _PerStage:
-    """A leaf of the whole model, by stage. None: the stage does not have it."""
+    """A leaf outside of layers, by stage. None: the stage does not have it."""
 
     parts: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedPlacer:
-    """A LeafPlacer for several stages. `finish` makes the trees of the stages."""
+    """LeafPlacer for several stages. `finish` returns a tree per stage."""
 
     placers: tuple[ShardedQuantizer, ...]  # by stage
     stages: tuple[Stage, ...]
     spec: DecoderSpec
 
     def of_layer(self, layer: int | None) -> Any:
-        """The placer of a layer's leaves. None: of the other leaves, which become a tree of `finish` only."""
+        """The placer for a layer's leaves. None: for leaves outside of layers, which `finish` divides among stages."""
         return self if layer is None else self.placers[next(s.index for s in self.stages if layer in s.layers)]
 
     def __call__(self, name: str, leaf: Any) -> Any:
-        """A leaf that belongs to no layer."""
+        """Place a leaf outside of layers."""
         return self._place(name, leaf, lambda placer, part: placer(name, part))
 
     def part(self, name: str, leaf: Any) -> Array:
@@ -66,7 +66,7 @@ class StagedPlacer:
         raise NotImplementedError(name)
 
     def packed(self, name: str, weight: QuantizedWeight) -> Any:
-        """A leaf that belongs to no layer, and is quantised in the checkpoint."""
+        """Place a leaf outside of layers that is quantised in the checkpoint."""
         return self._place(name, weight, lambda placer, part: placer.packed(name, part))
 
     def packed_shape(self, name: str, weight: QuantizedWeight) -> Any:
@@ -83,7 +83,7 @@ class StagedPlacer:
         return {name: layers if name == "layers" else place(name, leaf) for name, leaf in shapes.items()}
 
     def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf may be a view of a mapped file."""
+        """True, as for `ShardedQuantizer`."""
         return True
 
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
@@ -91,7 +91,7 @@ class StagedPlacer:
         return self.placers[0].scheme_of_leaf(name, shape)
 
     def finish(self, tree: Params) -> tuple[Params, ...]:
-        """The trees of the stages. tree: of the whole model, with leaves that this object has placed."""
+        """The tree of each stage. tree: the whole model's, with the leaves that this placer has placed."""
         return tuple(
             {"layers": tuple(tree["layers"][i] for i in stage.layers)}
             | {
@@ -109,7 +109,7 @@ class StagedPlacer:
         ))  # fmt: skip
 
     def _part_of(self, stage: Stage, name: str, leaf: Any) -> Any:
-        """The part of a leaf that a stage needs; None: nothing."""
+        """A stage's part of a leaf; None if the stage does not need it."""
         if name in LAYER_VECTORS:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((len(stage.layers), *leaf.shape[1:]), leaf.dtype)
@@ -122,10 +122,10 @@ class StagedPlacer:
 def placer_for(
     quantizer: Quantizer, config: EngineConfig, spec: DecoderSpec, meshes: Sequence[Mesh | AbstractMesh] | None = None
 ) -> LeafPlacer:
-    """The placer of a model's leaves on the devices of an engine: `quantizer` itself if nothing is split.
+    """The placer of a model's leaves on an engine's devices; `quantizer` itself if nothing is split.
 
-    spec: before `split_spec`. meshes: one for each stage; None: of JAX's devices. Raises ModelLoadError if there are
-    too few devices, or too few layers.
+    spec: before `split_spec`. meshes: one per stage; None: of JAX's devices.
+    Raises ModelLoadError if there are too few devices or layers.
     """
     shards, count = shards_of(config), config.pipeline_parallel_size
     if shards.divisor == shards.num_devices == count == 1:

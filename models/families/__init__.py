@@ -1,4 +1,4 @@
-"""Model families: each turns a Hugging Face config into a DecoderSpec, and names the tensors of its checkpoints."""
+"""Model families. Each one converts a Hugging Face config into a DecoderSpec, and names its checkpoints' tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
-# Sequence classifiers: the bare base model with a score matrix. Transformers has none of Granite and OLMo 2.
+# Sequence classifiers: the base model with a score matrix. Transformers has none for Granite and OLMo 2.
 ARCHITECTURES |= {
     family.architectures[1].removesuffix("Model") + CLASSIFIER: family
     for family in FAMILIES
@@ -45,10 +45,7 @@ __all__ = ["ARCHITECTURES", "FAMILIES", "Family", "family_of", "spec_of"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json: by its architecture, or by its model_type if it has no architectures.
-
-    Raises ModelLoadError, with the supported architectures.
-    """
+    """The family of a config.json, by its architectures, else its model_type. Raises ModelLoadError if unsupported."""
     architectures = config.get("architectures") or []
     if not isinstance(architectures, (list, tuple)) or not all(isinstance(name, str) for name in architectures):
         raise ModelLoadError(f"config.json: architectures={architectures!r} must be a list of names")
@@ -66,5 +63,5 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def spec_of(config: Mapping[str, Any]) -> DecoderSpec:
-    """DecoderSpec of a config.json. Raises ModelLoadError with the key that is wrong or not supported."""
+    """DecoderSpec of a config.json. Raises ModelLoadError, which names the wrong or unsupported key."""
     return family_of(config).spec(CheckpointConfig(config))

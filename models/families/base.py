@@ -1,7 +1,7 @@
-"""`Family`: how to read a config, and which tensor of a checkpoint fills which part of the parameter tree.
+"""`Family`: reads a config, and maps a checkpoint's tensors to parts of the parameter tree.
 
-The table of tensors (`TensorRule`) works in both directions: loading fills leaves from tensors, and
-`jpaged convert --to hf` writes tensors from leaves.
+The map (`TensorRule`) works in both directions. Loading fills leaves from tensors, and `jpaged convert --to hf` writes
+tensors from leaves.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from jpaged.models.spec import DecoderSpec, Params
 
 
 class Part(enum.Enum):
-    """The part of a leaf that a tensor fills. The fused qkv leaf is [kv_heads, q_per_kv + 2, head_dim, ...]."""
+    """Part of a leaf that a tensor fills. The fused qkv leaf is [kv_heads, q_per_kv + 2, head_dim, ...]."""
 
     WHOLE = "whole"
-    HEADS = "heads"              # all of a leaf [heads, head_dim, ...]
-    INTERLEAVED = "interleaved"  # gate and up, with alternating rows
-    QKV = "qkv"  # all of the fused leaf, in its own order: for each KV head its queries, its key, its value
+    HEADS = "heads"              # the whole leaf [heads, head_dim, ...]
+    INTERLEAVED = "interleaved"  # gate and up, with alternating rows in the tensor
+    QKV = "qkv"  # the whole fused leaf, in the same order: for each KV head its queries, its key, its value
     Q = "q"
     K = "k"
     V = "v"
@@ -30,7 +30,6 @@ class Part(enum.Enum):
     UP = "up"
 
     def view(self, leaf: np.ndarray) -> np.ndarray:
-        """A view of this part of the leaf."""
         match self:
             case Part.WHOLE | Part.HEADS | Part.QKV:
                 return leaf
@@ -49,7 +48,7 @@ class Part(enum.Enum):
 
     @property
     def output_axes(self) -> int:
-        """Number of leading axes of the view that are one axis in the checkpoint's tensor: the output features."""
+        """Number of leading axes of the view that the checkpoint's tensor has as one axis, its output features."""
         two = (Part.K, Part.V, Part.HEADS, Part.INTERLEAVED)
         return 3 if self in (Part.Q, Part.QKV) else 2 if self in two else 1
 
@@ -58,15 +57,15 @@ class Part(enum.Enum):
 class TensorRule:
     """A tensor of a checkpoint, and the leaf of the parameter tree that it fills."""
 
-    name: str                            # the tensor's name, with {layer} and {expert} for their numbers
+    name: str                            # the tensor's name, with {layer} and {expert} for indices
     leaf: str                            # name in `spec.param_shapes`
-    parts: tuple[Part, ...] = (Part.WHOLE,)  # parts of the leaf that its output features fill, in this order
-    transposed: bool = False             # stored [in, out]
+    parts: tuple[Part, ...] = (Part.WHOLE,)  # parts that the tensor's output features fill, in this order
+    transposed: bool = False             # the tensor is [in, out]
     all_experts: bool = False            # one tensor for all experts of a layer, [experts, ...]
-    aliases: tuple[str, ...] = ()        # other names of the tensor, in other files
+    aliases: tuple[str, ...] = ()        # other names of the tensor in other checkpoints
 
     def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
-        """Shape of the checkpoint's tensor. leaf: the leaf of one layer, even if the tree stacks it over layers."""
+        """Shape of the checkpoint's tensor. leaf: of one layer, also if the tree stacks it over layers."""
         if self.all_experts:
             return (leaf.shape[0], *self._for_one_expert().shape(leaf[0]))
         shapes = [_flat_shape(part, part.view(leaf)) for part in self.parts]
@@ -74,7 +73,7 @@ class TensorRule:
         return shape[::-1] if self.transposed else shape
 
     def store(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
-        """Write the checkpoint's tensor into the leaf, converted to the leaf's dtype, without a temporary copy."""
+        """Write the checkpoint's tensor into the leaf, in the leaf's dtype, without a temporary copy."""
         if self.all_experts:
             for expert_tensor, expert_leaf in zip(tensor, leaf, strict=True):
                 self._for_one_expert().store(expert_tensor, expert_leaf)
@@ -88,7 +87,7 @@ class TensorRule:
             start += count
 
     def gather(self, leaf: np.ndarray) -> np.ndarray:
-        """The checkpoint's tensor, read from the leaf: the inverse of `store`."""
+        """Return the checkpoint's tensor from the leaf. Inverse of `store`."""
         if self.all_experts:
             return np.stack([self._for_one_expert().gather(expert_leaf) for expert_leaf in leaf])
         views = [(part, part.view(leaf)) for part in self.parts]
@@ -103,7 +102,7 @@ class TensorRule:
 def with_bias(
     name: str, leaf: str, parts: tuple[Part, ...] = (Part.WHOLE,), *, transposed: bool = False, alias: str = ""
 ) -> tuple[TensorRule, TensorRule]:
-    """The rules for NAME.weight, which fills LEAF, and NAME.bias, which fills LEAF_bias. alias: another NAME."""
+    """Rules for NAME.weight, which fills LEAF, and NAME.bias, which fills LEAF_bias. alias: another NAME."""
     aliases = {kind: (f"{alias}.{kind}",) if alias else () for kind in ("weight", "bias")}
     return (
         TensorRule(f"{name}.weight", leaf, parts, transposed, aliases=aliases["weight"]),
@@ -111,12 +110,12 @@ def with_bias(
     )
 
 
-# All sequence classifiers of Transformers have this name for the score matrix.
+# All sequence classifiers of Transformers use this name for the score matrix.
 SCORE = TensorRule("score.weight", "score")
 
 
 def _flat_shape(part: Part, view: np.ndarray) -> tuple[int, ...]:
-    """Shape of a view with its output features as one axis."""
+    """Shape of a view after its axes of output features are merged into one."""
     axes = part.output_axes
     return (math.prod(view.shape[:axes]), *view.shape[axes:])
 
@@ -127,23 +126,23 @@ def _no_constants(_: CheckpointConfig) -> Mapping[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model architecture: how to read its config, and the names of its tensors."""
+    """A model architecture: the reader of its config, and the names of its tensors."""
 
     model_type: str
-    architectures: tuple[str, ...]   # the causal language model first, then the bare base model
+    architectures: tuple[str, ...]   # the causal language model first, then the base model
     decoder: Callable[[CheckpointConfig], DecoderSpec]  # spec of the causal language model
     rules: tuple[TensorRule, ...]    # a rule whose leaf is not in the spec's tree is skipped
-    prefix: str                      # of all tensors but lm_head and score; files of the bare base model lack it
-    ignored: re.Pattern[str]         # tensors that Transformers ignores as well: buffers of old versions
+    prefix: str                      # of all tensors except lm_head and score; absent in files of the base model
+    ignored: re.Pattern[str]         # tensors that Transformers also ignores, mostly buffers of old versions
     constants: Callable[[CheckpointConfig], Mapping[str, float]] = _no_constants  # values of leaves without a tensor
 
     def spec(self, config: CheckpointConfig) -> DecoderSpec:
-        """DecoderSpec of a config.json. Raises ModelLoadError with the key that is wrong or not supported."""
+        """DecoderSpec of a config.json. Raises ModelLoadError, which names the wrong or unsupported key."""
         spec, num_labels = self.decoder(config), config.num_labels()
         return spec if num_labels is None else dataclasses.replace(spec, pools=True, num_labels=num_labels)
 
     def tensors(self, tree: Params) -> Iterator["LeafTensors"]:
-        """Every leaf of a parameter tree, with the tensors that fill it. The tree has arrays or ShapeDtypeStructs."""
+        """Yield every leaf of a parameter tree of arrays or ShapeDtypeStructs, with the tensors that fill it."""
         for number, layer in enumerate(tree["layers"]):
             for leaf, value in layer.items():
                 yield LeafTensors(leaf, number, self._rules_of(leaf, number, value.shape[0]))
@@ -158,7 +157,7 @@ class Family:
             yield LeafTensors(leaf, None, named)
 
     def _rules_of(self, leaf: str, layer: int | None, experts: int = 1) -> tuple["NamedRule", ...]:
-        """The rules for a leaf. experts: number of experts of the leaf; used if each expert has its own tensor."""
+        """The rules for a leaf. experts: number of its experts; used if each expert has its own tensor."""
         rules = [rule for rule in (*self.rules, SCORE) if rule.leaf == leaf]
         numbers = {rule: range(experts) if "{expert}" in rule.name else (None,) for rule in rules}
         return tuple(NamedRule(rule, layer, expert) for rule in rules for expert in numbers[rule])
@@ -166,7 +165,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class NamedRule:
-    """A rule, with the numbers that complete the tensor's name."""
+    """A rule with the indices that complete the tensor's name."""
 
     rule: TensorRule
     layer: int | None
@@ -174,12 +173,11 @@ class NamedRule:
 
     @property
     def name(self) -> str:
-        """The tensor's name."""
         return self.rule.name.format(layer=self.layer, expert=self.expert)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the tensor, its own first, then the aliases."""
+        """The tensor's name, then its aliases."""
         return tuple(
             name.format(layer=self.layer, expert=self.expert) for name in (self.rule.name, *self.rule.aliases)
         )
@@ -190,11 +188,11 @@ class LeafTensors:
     """A leaf of the tree, and the tensors that fill it."""
 
     leaf: str
-    layer: int | None            # layer of a matrix; None: the leaf is at the top of the tree
+    layer: int | None            # None: the leaf is at the top of the tree
     tensors: tuple[NamedRule, ...]
 
     def block(self, leaf: np.ndarray, tensor: NamedRule) -> np.ndarray:
-        """View that the tensor's rule applies to: the leaf, its row if it is stacked over layers, or its expert."""
+        """View that the tensor's rule applies to: the leaf, its row if it is stacked over layers, or one expert's."""
         if tensor.expert is not None:
             return leaf[tensor.expert]
         return leaf if self.layer is not None or tensor.layer is None else leaf[tensor.layer]

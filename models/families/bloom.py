@@ -1,4 +1,4 @@
-"""Bloom: layer norms, one of them after the embedding; ALiBi instead of positions; an ungated feed-forward network."""
+"""Bloom: layer norms, also after the embedding, ALiBi in place of positions, and an ungated feed-forward network."""
 
 import re
 

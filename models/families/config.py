@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json: typed look-ups, whose errors name the key, and rope keys in both spellings."""
+"""Reads a Hugging Face config.json: typed look-ups with errors that name the key, and old and new rope keys."""
 
 import dataclasses
 import sys
@@ -25,11 +25,11 @@ QUANT_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 CLASSIFIER = "ForSequenceClassification"  # suffix of the architectures of sequence classifiers
 
 _LARGEST = 2**31 - 1  # positions and ids are int32
-# Largest values of keys that count layers or experts. Each one costs time before any weight is read.
+# Maximum numbers of layers and of experts. Each one costs time before any weight is read.
 _MOST = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000)
 _MOST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 10_000)
 
-# Keys of a rope dictionary that each scaling reads. `finetuned` changes nothing.
+# Known keys of a rope dictionary, and those of each scaling. `finetuned` has no effect.
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "finetuned", "partial_rotary_factor"}
 _SCALING_KEYS = {
     "default": set(),
@@ -45,17 +45,17 @@ _SCALING_KEYS = {
 
 
 class CheckpointConfig:
-    """A parsed config.json. Look-ups treat a key that is null as absent."""
+    """A parsed config.json. Look-ups treat null as absent, and raise ModelLoadError for bad values."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Value of the first of these keys that is present, or the default."""
+        """Value of the first of these keys that is not null, or the default."""
         return next((self.values[n] for n in names if self.values.get(n) is not None), default)
 
     def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
-        """An integer; required if there is no default. The names are aliases."""
+        """An integer from `minimum`, required if there is no default. The names are aliases."""
         value = self.get(*names, default=default)
         if value is None:
             raise ModelLoadError(f"config.json: {names[0]} is missing: the checkpoint's config is incomplete")
@@ -65,15 +65,13 @@ class CheckpointConfig:
         return _integer(f"config.json: {names[0]}", value, minimum)
 
     def with_defaults(self, **defaults: Any) -> "CheckpointConfig":
-        """The config with values for absent keys. A key that is present keeps its value, even null."""
+        """The config with defaults for absent keys. Keys that are present keep their values, also null."""
         return CheckpointConfig({**defaults, **self.values})
 
     def number(self, *names: str, default: float) -> float:
-        """A finite number."""
         return _number("config.json: " + names[0], self.get(*names, default=default))
 
     def positive(self, name: str, default: float) -> float:
-        """A finite number above 0."""
         return _positive("config.json: " + name, self.get(name, default=default))
 
     def optional_positive(self, name: str) -> float | None:
@@ -81,7 +79,6 @@ class CheckpointConfig:
         return None if self.get(name) is None else _positive("config.json: " + name, self.get(name))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
         value = self.get(name, default=default)
         if not isinstance(value, bool):
             raise ModelLoadError(f"config.json: {name}={value!r} must be true or false")
@@ -104,12 +101,12 @@ class CheckpointConfig:
         return types
 
     def refuse_layers_but(self, kind: str) -> None:
-        """Raise ModelLoadError if `layer_types` lists any other kind of attention."""
+        """Raise ModelLoadError if `layer_types` lists another kind of attention."""
         if set(self.layer_types()) - {kind}:
             self.refuse("layer_types")
 
     def refuse(self, name: str, *harmless: Any) -> None:
-        """Raise ModelLoadError if this option is set to anything but null or a harmless value."""
+        """Raise ModelLoadError if this option is neither null nor a harmless value."""
         value = self.get(name)
         if value is not None and value not in harmless:
             usual = f" (only {', '.join(map(repr, harmless))})" if harmless else ""
@@ -123,7 +120,7 @@ class CheckpointConfig:
             if (value := self.get(name)) is not None:
                 method = value.get("quant_method") if isinstance(value, Mapping) else value
                 if name == "quantization_config" and method in QUANT_METHODS:
-                    continue  # the reader of the checkpoint checks it
+                    continue  # checked when the checkpoint is read
                 raise ModelLoadError(
                     f"config.json: {name} of quant_method={method!r} is not supported by jpaged: use a checkpoint in "
                     f"bfloat16, float16 or float32, or one of {', '.join(QUANT_METHODS)} (gpt-oss: in mxfp4 as well)"
@@ -155,7 +152,7 @@ class CheckpointConfig:
         return heads, kv_heads
 
     def experts(self, *names: str, num: int, per_token: int) -> tuple[int, int]:
-        """Numbers of experts per layer, under one of these keys, and per token. num, per_token: their defaults."""
+        """(experts per layer, experts per token). names: aliases of the first key. num, per_token: defaults."""
         num = self.integer(*names, default=num)
         per_token = self.integer("num_experts_per_tok", "experts_per_token", default=per_token)
         if per_token > num:
@@ -163,7 +160,7 @@ class CheckpointConfig:
         return num, per_token
 
     def without_mxfp4(self) -> "CheckpointConfig":
-        """The config without quantization_config if it is mxfp4, because loading unpacks mxfp4."""
+        """The config without an mxfp4 quantization_config, because loading unpacks mxfp4."""
         quantization = self.get("quantization_config", default={})
         if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "mxfp4":
             return self
@@ -172,7 +169,7 @@ class CheckpointConfig:
     def rope(self, *, partial: bool = False, theta: float = 10000.0, share: float = 1.0) -> Rope:
         """Rotary embedding, from `rope_parameters` (new) or from `rope_theta` and `rope_scaling` (old).
 
-        partial: accept `partial_rotary_factor`. theta, share: base and rotated share of a head if the config has none.
+        partial: accept `partial_rotary_factor`. theta, share: defaults of the base and of the rotated share of a head.
         """
         rope = self._rope(theta)
         sources = (self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters"), self.values)
@@ -186,7 +183,7 @@ class CheckpointConfig:
         return dataclasses.replace(rope, partial=rotated)
 
     def of_layers(self, kind: str) -> "CheckpointConfig":
-        """The config with the rope of one kind of layers, if rope_parameters has a rope per kind."""
+        """The config with the rope of one kind of layers; the config itself if rope_parameters is not per kind."""
         ropes = self.get("rope_parameters", default={})
         if not isinstance(ropes, Mapping) or not any(isinstance(value, Mapping) for value in ropes.values()):
             return self
@@ -195,7 +192,7 @@ class CheckpointConfig:
         return CheckpointConfig({**self.values, "rope_parameters": ropes[kind]})
 
     def _rope(self, default_theta: float) -> Rope:
-        """The rope, with its scaling, for whole heads."""
+        """The rope for whole heads, with its scaling."""
         old, new = self._rope_dict("rope_scaling"), self._rope_dict("rope_parameters")
         values = old or new
         given = (d.get("rope_theta") for d in (old, new, self.values))
@@ -237,7 +234,7 @@ class CheckpointConfig:
             return value
 
         max_position = self.integer("max_position_embeddings")
-        # dynamic scaling uses max_position_embeddings even if the config has the trained length as well
+        # Dynamic scaling uses max_position_embeddings, also if the config has the trained length.
         trained = self.get("original_max_position_embeddings", default=values.get("original_max_position_embeddings"))
         original = max_position
         if kind != "dynamic" and trained is not None:
@@ -270,7 +267,7 @@ class CheckpointConfig:
         )  # fmt: skip
 
     def _rope_dict(self, name: str) -> dict[str, Any]:
-        """A rope dictionary. If it is nested by kind of layers, all kinds must have the same rope."""
+        """A rope dictionary. If it has a rope per kind of layers, all must be equal."""
         value = self.get(name, default={})
         if not isinstance(value, Mapping):
             raise ModelLoadError(f"config.json: {name}={value!r} must be an object")
@@ -284,7 +281,7 @@ class CheckpointConfig:
         return dict(nested[0])
 
     def max_position(self, rope: Rope) -> int:
-        """Longest sequence that the model takes. Linear, dynamic and yarn scaling extend it."""
+        """Longest sequence that the model supports, in tokens. Linear, dynamic and yarn scaling extend it."""
         given = self.integer("max_position_embeddings")
         if rope.scaling in ("linear", "dynamic"):
             return int(min(given * rope.factor, _LARGEST))
@@ -293,7 +290,6 @@ class CheckpointConfig:
         return given
 
     def window(self) -> int | None:
-        """sliding_window; None if the key is absent or null."""
         return None if self.get("sliding_window") is None else self.integer("sliding_window")
 
     def window_everywhere(self, layers: int) -> tuple[int | None, ...]:

@@ -19,7 +19,7 @@ RULES = (
     TensorRule(_ATTENTION + "q_a_proj.weight", "q_a"),
     TensorRule(_ATTENTION + "q_a_proj.bias", "q_a_bias"),
     TensorRule(_ATTENTION + "q_a_layernorm.weight", "q_a_norm"),
-    # the alias is for models whose queries come from the hidden state
+    # The alias is for models without compressed queries (q_lora_rank is null).
     TensorRule(_ATTENTION + "q_b_proj.weight", "q_b", (Part.HEADS,), aliases=(_ATTENTION + "q_proj.weight",)),
     TensorRule(_ATTENTION + "kv_a_proj_with_mqa.weight", "kv_a"),
     TensorRule(_ATTENTION + "kv_a_proj_with_mqa.bias", "kv_a_bias"),
@@ -30,12 +30,12 @@ RULES = (
     TensorRule(_MLP + "shared_experts.up_proj.weight", "shared_gate_up", (Part.UP,)),
     TensorRule(_MLP + "shared_experts.down_proj.weight", "shared_down"),
 )
-# V3's checkpoint has one more layer, which predicts a second token. Transformers ignores it as well.
+# V3's checkpoint has an extra layer 61, which predicts a second token. Transformers ignores it too.
 IGNORED = re.compile(llama.IGNORED.pattern + r"|model\.layers\.61\..*")
 
 
 def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
-    """Spec of V2 and V3 without their experts."""
+    """Spec of V2 or V3 without experts."""
     config.refuse("mlp_bias", False)
     config.refuse("moe_layer_freq", 1)
     latent = Latent(

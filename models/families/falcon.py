@@ -1,6 +1,6 @@
 """Falcon: 7B (one norm per layer and one KV head), the newer 40B, 180B and 11B (grouped-query attention), RW (ALiBi).
 
-ALiBi is exact here. Transformers multiplies slopes and positions in bfloat16, which rounds positions from 256 on.
+ALiBi is exact here. Transformers multiplies slopes and positions in bfloat16, which rounds positions above 256.
 """
 
 import re
@@ -15,7 +15,7 @@ _LAYER = "transformer.h.{layer}."
 
 RULES = (
     TensorRule("transformer.word_embeddings.weight", "embed"),
-    # the aliases are for models with two parallel norms
+    # The aliases are for models with two parallel norms.
     *with_bias(_LAYER + "input_layernorm", "attn_norm", alias=_LAYER + "ln_attn"),
     *with_bias(_LAYER + "self_attention.query_key_value", "qkv", (Part.QKV,)),
     *with_bias(_LAYER + "self_attention.dense", "o"),
@@ -70,7 +70,7 @@ def _falcon(config: CheckpointConfig) -> DecoderSpec:
         up_bias=bias,
         down_bias=bias,
         rope=rope,
-        alibi=head_dim**-0.5 if rope is None else None,  # added before the scores are scaled; Bloom adds it after
+        alibi=head_dim**-0.5 if rope is None else None,  # Falcon adds ALiBi before scaling the scores, Bloom after
         tie_embeddings=config.flag("tie_word_embeddings", True),
     )
 

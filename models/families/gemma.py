@@ -24,7 +24,7 @@ GEMMA2_RULES = (
 
 
 def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
-    """Spec of a Gemma 1, from which the other Gemmas start. theta: base of the rope if the config has none."""
+    """Spec of a Gemma 1, which the other Gemmas extend. theta: default base of the rope."""
     config.refuse("use_bidirectional_attention", False)
     config.refuse("mlp_bias", False)
     config = config.with_defaults(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
@@ -34,7 +34,7 @@ def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
 
 def _gemma(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(hidden_act="gelu_pytorch_tanh")
-    if config.get("hidden_act") == "gelu":  # the first releases say gelu, and compute the tanh approximation
+    if config.get("hidden_act") == "gelu":  # the first releases say gelu, but compute the tanh approximation
         config = CheckpointConfig({**config.values, "hidden_act": "gelu_pytorch_tanh"})
     config.refuse("hidden_activation", "gelu_pytorch_tanh")
     config.refuse_layers_but("full_attention")
@@ -45,7 +45,7 @@ def _gemma2(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(
         sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, num_key_value_heads=4
     )
-    # configs have hidden_act as well, but the model uses hidden_activation
+    # Configs also have hidden_act, which the model ignores.
     activation = config.get("hidden_activation", default="gelu_pytorch_tanh")
     base = spec(CheckpointConfig({**config.values, "hidden_act": activation}))
     window = config.window()

@@ -9,7 +9,7 @@ from jpaged.models.spec import DecoderSpec, NormPosition, QKNorm
 
 
 def _gemma3(config: CheckpointConfig) -> DecoderSpec:
-    # old configs have the global rope under the usual keys, and the local one as rope_local_base_freq
+    # Old configs have the global rope under the usual keys, and the window layers' base as rope_local_base_freq.
     local = config.of_layers("sliding_attention")
     if local is config:
         theta = config.positive("rope_local_base_freq", 10000.0)

@@ -18,7 +18,7 @@ RULES = (
     *with_bias(_LAYER + "mlp.dense_h_to_4h", "up"),
     *with_bias(_LAYER + "mlp.dense_4h_to_h", "down"),
     *with_bias("gpt_neox.final_layer_norm", "final_norm"),
-    TensorRule("lm_head.weight", "lm_head", aliases=("embed_out.weight",)),  # the alias: in files of old versions
+    TensorRule("lm_head.weight", "lm_head", aliases=("embed_out.weight",)),  # alias: old checkpoints
 )
 
 

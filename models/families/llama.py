@@ -33,10 +33,7 @@ IGNORED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
 def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float = 10000.0) -> DecoderSpec:
-    """Spec of a Llama. Families that resemble Llama start from it.
-
-    partial_rope: accept `partial_rotary_factor`. theta: base of the rope if the config has none.
-    """
+    """Spec of a Llama. Other families extend it. partial_rope: accept `partial_rotary_factor`. theta: default base."""
     config.refuse_common()
     hidden = config.integer("hidden_size")
     heads, kv_heads = config.heads()
@@ -65,7 +62,7 @@ def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float =
 
 
 def check_rope(rope: Rope, head_dim: int) -> None:
-    """Raise ModelLoadError if the rotary embedding does not fit the width of the heads."""
+    """Raise ModelLoadError if the rotary embedding does not fit head_dim."""
     rotated = int(head_dim * rope.partial)
     if rotated % 2 or not rotated:
         part = "" if rope.partial == 1 else f"partial_rotary_factor={rope.partial} of "

@@ -17,7 +17,7 @@ RULES = (
 
 
 def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
-    """Spec of an OLMo 2, from which OLMo 3 starts. theta: base of the rope if the config has none."""
+    """Spec of an OLMo 2, which OLMo 3 extends. theta: default base of the rope."""
     config.refuse("mlp_bias", False)
     config.refuse("clip_qkv")
     base = llama.spec(config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048), theta=theta)

@@ -1,7 +1,4 @@
-"""OPT: like GPT-2, with ReLU and learned positions from row 2.
-
-opt-350m has its norms after the residual sums, and embeddings narrower than the hidden size.
-"""
+"""OPT: GPT-2 with ReLU, and learned positions from row 2. opt-350m: norms after residual sums, narrower embeddings."""
 
 import re
 from collections.abc import Mapping
@@ -62,7 +59,7 @@ def _opt(config: CheckpointConfig) -> DecoderSpec:
 
 
 def _constants(config: CheckpointConfig) -> Mapping[str, float]:
-    """Norms without learned weights have no tensors: their weights are 1 and their biases 0."""
+    """Weights 1 and biases 0 for norms without learned weights, which have no tensors."""
     if config.flag("layer_norm_elementwise_affine", True):
         return {}
     return {

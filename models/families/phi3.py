@@ -33,7 +33,7 @@ def _phi3(config: CheckpointConfig) -> DecoderSpec:
 
 
 def _longrope(scaling: Any) -> Any:
-    """The rope dictionary, with longrope by its present name: old files call it "su" or "yarn"."""
+    """The rope dictionary with longrope's current name. Old files call it "su" or "yarn"."""
     if not isinstance(scaling, dict):
         return scaling
     renamed = {key: "longrope" for key in ("type", "rope_type") if scaling.get(key) in ("su", "yarn")}

@@ -1,4 +1,4 @@
-"""Qwen1.5, Qwen2 and Qwen2.5: Llama with biases of q, k and v, and optionally a sliding window in the upper layers."""
+"""Qwen1.5, Qwen2 and Qwen2.5: Llama with q, k and v biases, and optionally a sliding window in the upper layers."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jpaged.models.spec import DecoderSpec
 
 
 def windows(config: CheckpointConfig, layers: int) -> tuple[int | None, ...]:
-    """Sliding windows of Qwen2 and Qwen3: from layer `max_window_layers` up, if `use_sliding_window` is set."""
+    """Sliding windows of Qwen2 and Qwen3: in layers from `max_window_layers`, if `use_sliding_window` is set."""
     config = config.with_defaults(sliding_window=4096)
     window = None
     if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
@@ -21,7 +21,7 @@ def windows(config: CheckpointConfig, layers: int) -> tuple[int | None, ...]:
 def _qwen2(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("mlp_bias", False)
     base = llama.spec(config)
-    # The architecture always has these biases, whatever attention_bias says.
+    # The architecture always has these biases and ignores attention_bias.
     return dataclasses.replace(base, qkv_bias=True, o_bias=False, sliding_window=windows(config, base.num_layers))
 
 

@@ -26,7 +26,7 @@ RULES = (
 def _experts(
     config: CheckpointConfig, num_layers: int, shared_size: int, *, num: int, per_token: int
 ) -> Experts | None:
-    """The experts; None if no layer has any. num, per_token: the family's defaults."""
+    """The experts; None if no layer has experts. num, per_token: the family's defaults."""
     step = config.integer("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers", default=[])
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):

@@ -13,7 +13,7 @@ def _smollm3(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(num_key_value_heads=4, tie_word_embeddings=True)
     base = llama.spec(config, theta=2_000_000.0)
     interval = config.integer("no_rope_layer_interval", default=4)
-    has_rope = config.get("no_rope_layers")  # 1: the layer has rope, despite the key's name
+    has_rope = config.get("no_rope_layers")  # despite the key's name, 1 means that the layer has rope
     if has_rope is None:
         has_rope = [int((layer + 1) % interval != 0) for layer in range(base.num_layers)]
     is_list = isinstance(has_rope, list) and len(has_rope) == base.num_layers
@@ -25,7 +25,7 @@ def _smollm3(config: CheckpointConfig) -> DecoderSpec:
     if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
         window = config.integer("sliding_window")
     sliding = [window is not None and not flag for flag in has_rope]
-    # layer_types may list sliding_attention although use_sliding_window is false
+    # Without a window, layer_types is ignored: it may list sliding_attention though use_sliding_window is false.
     windows = () if window is None else config.layer_windows(window, sliding)
     return dataclasses.replace(base, rope_layers=tuple(bool(flag) for flag in has_rope), sliding_window=windows)
 
