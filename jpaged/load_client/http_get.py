@@ -53,7 +53,5 @@ def get(url: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None, tim
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect."""
-
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """Return None, so that the redirect's own status is raised."""
+        """Return None: do not follow. urllib then raises an HTTPError with the redirect's status."""
