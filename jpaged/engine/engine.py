@@ -1,6 +1,6 @@
 """The engine's loop: schedule, dispatch, collect one step late, emit.
 
-Called by: one thread: that of the caller (`LLM`), or of `frontend/engine_thread.py` or `engines_run.py`.
+Called by: one thread, which belongs to the caller (`LLM`), to `frontend/engine_thread.py` or to `engines_run.py`.
 Owns: the scheduler, the pipeline, the output processor, and the counters.
 Never: imports JAX, or asks what kind of answer a request wants. `step` does not wait for the newest step; `flush` does.
 
@@ -9,13 +9,11 @@ One call of `Engine.step`:
 1. The scheduler makes plan N. It does not know yet which tokens step N-1 samples.
 2. The runner dispatches plan N. The device goes from step N-1 straight to step N.
 3. The runner collects step N-1.
-4. The output processor appends its tokens, checks for ends, and emits outputs.
+4. The output processor appends its tokens, ends requests, and emits outputs.
 5. If masks of step N depend on these tokens, step N samples only now.
 
 A request that ends in 4 still has a row in step N. Its token is dropped when it arrives. Its blocks are free at
 once, because a request that gets one of them writes to it in a later step.
-
-Single-threaded: one thread makes all calls.
 """
 
 import logging
@@ -70,7 +68,7 @@ class Engine:
     admission: refuses request groups when there is no room.
     pipeline:  owns the step in flight, and the runner.
     scheduler: owns the queues and, through its KV cache manager, the blocks. `start_over` replaces it.
-    seeds:     source of the seeds of requests that bring none.
+    seeds:     generates seeds for requests without one.
     """
 
     def __init__(
@@ -84,8 +82,8 @@ class Engine:
         """Make an engine without requests.
 
         tokenizer: a transformers tokenizer; None: prompts and answers are token ids only.
-        seeds:     source of the seeds of requests that bring none. Engines that share the requests share it, so that
-            requests that are added in one order get the seeds of one engine. None: a new one, from the options' seed.
+        seeds:     generates seeds for requests without one; None: a new generator, from the options' seed. Engines that
+            divide the requests share it. Then requests get the same seeds as in one engine, if added in the same order.
         """
         self.options = options
         self.inputs = InputProcessor.create(ModelLimits.of(runner, options), tokenizer, options)
@@ -98,13 +96,13 @@ class Engine:
         self.seeds = random.Random(options.seed) if seeds is None else seeds
         self._asleep: frozenset[str] = frozenset()  # as in `EngineMetricsSnapshot`
         self._num_arrived = 0
-        self._idle_turns = 0  # in a row: without a step to dispatch or to collect
+        self._idle_turns = 0  # consecutive turns without a step to dispatch or collect
         self._replace_state(SchedulerCounters())
         need = self._manager.max_blocks(runner.max_model_len)
         if runner.num_blocks < need:
             raise EngineError(
-                f"the KV pool has {runner.num_blocks} blocks of {runner.block_size} tokens, which is less than the "
-                f"{need} of one request of max_model_len={runner.max_model_len}"
+                f"the KV pool has {runner.num_blocks} blocks of {runner.block_size} tokens, but it needs "
+                f"{need} for one request of max_model_len={runner.max_model_len}"
             )
 
     @property
@@ -134,8 +132,7 @@ class Engine:
     def add(self, request_group: RequestGroup) -> None:
         """Add a request group that `inputs.process` made. Waits for its grammar, if it has one.
 
-        Raises RequestError if its id is in use, or if its answers can never fit. Raises what the compiler of its
-        grammar raises.
+        Raises RequestError if its id is in use, or if its answers can never fit. Raises the grammar compiler's error.
         """
         request_id, params = request_group.request_id, request_group.params
         if request_id in self._outputs.request_groups:
@@ -151,7 +148,7 @@ class Engine:
         self._outputs.add(request_group)
 
     def abort(self, request_ids: Iterable[str]) -> list[Output]:
-        """End requests now, in any state. Returns their final outputs. Ignores ids of requests that have ended."""
+        """End requests in any state. Returns their final outputs. Ignores ids of requests that have ended."""
         request_groups = self._outputs.request_groups
         live = [request_groups[request_id] for request_id in request_ids if request_id in request_groups]
         return [self._outputs.end(request_group, RequestStatus.ABORTED) for request_group in live]
@@ -159,10 +156,10 @@ class Engine:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """One turn. Returns outputs of request groups that ended, and of streaming ones that have a new token.
+        """Run one turn. Returns outputs of request groups that ended or, if they stream, have a new token.
 
-        Raises StepError if the device fails a step. The requests that the step may have affected have ended then, and
-        their blocks are free. The prefix cache is empty. Waiting requests continue with the next call.
+        Raises StepError if the device fails a step. Then requests that the step may have affected have ended, their
+        blocks are free, and the prefix cache is empty. Waiting requests continue with the next call.
         """
         self.pipeline.raise_failure()
         collected = self._turn()
@@ -174,7 +171,7 @@ class Engine:
         return outputs
 
     def flush(self) -> list[Output]:
-        """Collect the steps in flight, and start no other. Returns and raises as `step`."""
+        """Collect the steps in flight without starting another. Returns and raises as `step`."""
         self.pipeline.raise_failure()
         outputs: list[Output] = []
         while self.pipeline.has_steps:
@@ -251,9 +248,9 @@ class Engine:
     # -- handing KV over ----------------------------------------------------------------------------------------
 
     def take_kv(self, request_group: RequestGroup) -> KVHandover:
-        """Copy the KV of a prompt's first full blocks to the host: those that the prefix cache has on the device.
+        """Copy to the host the KV of a prompt's first full blocks, if the prefix cache has it on the device.
 
-        request_group: that `inputs.process` made; it need not have run. Waits for the device. Raises EngineError if the
+        request_group: made by `inputs.process`; need not have run. Waits for the device. Raises EngineError if the
         engine was started without kv_handover and prefill_engines.
         """
         self._check_handover()
@@ -268,7 +265,7 @@ class Engine:
     def put_kv(self, handover: KVHandover) -> int:
         """Add KV of another engine to the prefix cache. Returns the number of new blocks.
 
-        Raises RequestError if it is of another model, block size or KV type, and EngineError as `take_kv`.
+        Raises RequestError if the KV has another model, block size or KV type, and EngineError as `take_kv`.
         """
         self._check_handover()
         if handover.layout != self.runner.kv_layout:
@@ -295,14 +292,14 @@ class Engine:
         if not self.runner.kv_layout:
             raise EngineError("KV cannot be handed over: start the engine with kv_handover=True, or prefill_engines")
 
-    # -- figures ------------------------------------------------------------------------------------------------
+    # -- metrics ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """The engine's figures."""
+        """The engine's counters and sizes."""
         return collect_stats(self.scheduler, self.runner, self._counters)
 
     def metrics(self) -> EngineMetricsSnapshot | None:
-        """All figures, with distributions. None with `disable_log_stats`. Any thread may call it."""
+        """All metrics, with histograms. None with `disable_log_stats`. Any thread may call it."""
         if self._metrics is None:
             return None
         caching = self.options.enable_prefix_caching
@@ -311,7 +308,7 @@ class Engine:
         )
 
     def reset_stats(self) -> None:
-        """Set counters and peaks to their start values. `compiles_after_ready` is the runner's and continues."""
+        """Set counters and peaks to their start values. The runner's `compiles_after_ready` continues."""
         self.scheduler.counters.reset()
         self._counters.reset()
         self._manager.pool.reset_peak()
@@ -319,7 +316,7 @@ class Engine:
             self._metrics.reset()
 
     def inspect(self, answer: Future[EngineCapture]) -> None:
-        """Answer another thread with a copy of the engine's state. That thread makes the description."""
+        """Set `answer` to a copy of the engine's state. The thread that asked formats it."""
         if answer.set_running_or_notify_cancel():
             try:
                 answer.set_result(capture(self.scheduler, self._steps, self.stats()))
@@ -337,9 +334,9 @@ class Engine:
     # -- weights, cache, end ------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget all cached KV. Does nothing and returns False while there are requests.
+        """Forget all cached KV. While there are requests, does nothing and returns False.
 
-        reset_running_requests: preempt running requests instead. They recompute their KV. Call `flush` before.
+        reset_running_requests: preempt running requests instead; they recompute their KV. Call `flush` before.
         """
         if self._outputs.request_groups and not reset_running_requests:
             return False
@@ -357,7 +354,7 @@ class Engine:
         self._asleep = frozenset(("weights", "kv_cache"))
 
     def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
-        """Allocate again what `sleep` freed. Raises EngineError if the memory is not free: the engine sleeps on."""
+        """Allocate again what `sleep` freed. Raises EngineError without enough memory; then the engine stays asleep."""
         self.runner.restore(weights=weights, kv_cache=kv_cache)
         self._asleep -= {"weights"} if weights else set()
         self._asleep -= {"kv_cache"} if kv_cache else set()
@@ -368,18 +365,14 @@ class Engine:
         self.note_new_weights()
 
     def note_new_weights(self) -> None:
-        """The runner has new weights: never reuse KV that was computed before.
-
-        Running requests continue with the KV that they have computed. It is never shared, and is not found again once
-        it is freed.
-        """
+        """Never reuse KV of the runner's old weights. Running requests keep theirs, unshared, until it is freed."""
         self._manager.note_new_weights(self._outputs.live_requests())
 
     def start_over(self) -> None:
         """End all requests without an output, and forget all cached KV. Queues and pool are empty afterwards.
 
-        For a caller that a signal handler interrupted in the middle of a call. The state may be inconsistent then, so
-        nothing of it is read: scheduler and pool are replaced.
+        For a caller that a signal handler interrupted in the middle of a call. Scheduler and pool are replaced unread,
+        because their state may be inconsistent.
         """
         peak_used = self._manager.pool.peak_used
         self._counters.finished_requests += len(self._outputs.request_groups)

@@ -15,8 +15,8 @@ class EngineOptions:
     """Options of an engine. Fields that `EngineConfig` has as well mean the same there."""
 
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer
-    eos_token_id: int | None = None      # the main one: it ends an answer without being its stop_reason
-    known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that the runner ever samples; None: all
+    eos_token_id: int | None = None      # the main end token, not reported as a stop_reason
+    known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that the runner may sample; None: all
     processors: tuple[LogitsProcessor, ...] = ()  # custom processors that the runner was built with
     pooling: Pooling | None = None       # the engine pools; None: it generates
     scheduling: SchedulingOptions = SchedulingOptions()
@@ -24,4 +24,4 @@ class EngineOptions:
     jump_forward: bool = True            # append tokens that a grammar forces without sampling them
     grammar_limits: GrammarLimits | None = None
     disable_log_stats: bool = False      # collect no distributions for metrics
-    seed: int = 0                        # of the seeds of requests that bring none
+    seed: int = 0                        # of the generator that makes seeds for requests without one

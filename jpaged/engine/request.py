@@ -1,8 +1,8 @@
 """One request: a sequence of tokens, its limits, and three records of state.
 
-Called by: the input processor, which makes requests; all of `engine` reads them.
+Called by: the input processor makes requests, all of `engine` reads them.
 Owns: the known tokens of one sequence, and its three records.
-Never: advances by itself: others write the records, as the table says.
+Never: advances by itself.
 
 Each record has one writer:
 
@@ -12,9 +12,9 @@ Each record has one writer:
 | `Request.schedule` | status, row, progress | `Scheduler` and its parts |
 | `Request.output` | text, log-probabilities, stop reason | the output processor, the strategies |
 
-`AnswerWriter` appends to `Request.token_ids`, and a beam search replaces those of its beams.
+`AnswerWriter` appends to `Request.token_ids`. A beam search replaces the token ids of its beams.
 
-An API call with n=4 makes four requests, which form one `RequestGroup`. The scheduler schedules each request by itself.
+An API call with n=4 makes four requests, which form one `RequestGroup`. Each request is scheduled on its own.
 """
 
 import dataclasses
@@ -41,8 +41,7 @@ NO_ROW = -1
 class RequestStatus(enum.Enum):
     """State of a request.
 
-    WAITING -> RUNNING -> one of the end states, with PREEMPTED <-> RUNNING in between. Every state can change to an end
-    state.
+    WAITING -> RUNNING -> an end state, with PREEMPTED <-> RUNNING in between. Every state can change to an end state.
     """
 
     WAITING = "waiting"        # has never run
@@ -74,23 +73,20 @@ class ScheduleState:
     status: RequestStatus = RequestStatus.WAITING
     decoding: bool = False         # the last token is in the device's request table: sampled since the row started
     row_is_new: bool = False       # the device's request table does not know this row's content yet
-    rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first; set when it starts to wait
-    micro_batch: int = 0           # steps that advance this request while it decodes: those of this number, by turns
+    rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first
+    micro_batch: int = 0           # the pipeline turn in which this request decodes: 0 <= micro_batch < num_stages
     on_hold: bool = False          # a beam that waits until the other beams have their candidates
     num_scored: int = 0            # prompt tokens whose log-probabilities or vectors were scheduled, if requested
     num_lost: int = 0              # computed tokens that the last preemption discarded
     num_cached_tokens: int = 0     # prompt tokens found in the prefix index when the request first started
     refused_with: int = -1         # free blocks when the request last failed to start
-    retry_step: int = 0            # step from which it tries again even with no more free blocks than that
-    followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one at its prompt's end
+    retry_step: int = 0            # step from which it tries again, even if no more blocks are free
+    followers: list["Request"] = dataclasses.field(default_factory=list)  # fork from this one when its prompt ends
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class OutputState:
-    """Answer of one request so far. The output processor and the strategies write it.
-
-    The token ids themselves are at the end of `Request.token_ids`.
-    """
+    """Answer of one request so far. Its token ids are at the end of `Request.token_ids`."""
 
     logprobs: list[dict[int, Logprob]] | None = None                # None: not requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None: not requested
@@ -111,8 +107,8 @@ class OutputState:
 class Request:
     """One sequence that the scheduler runs.
 
-    The sequence is `token_ids`, the known tokens, followed by `schedule.num_in_flight` tokens that have not reached the
-    host. Of this sequence, the KV of the first `schedule.num_computed` tokens is computed or planned.
+    The sequence is the known tokens, `token_ids`, and then `schedule.num_in_flight` tokens that have not reached the
+    host. The KV of its first `schedule.num_computed` tokens is computed or planned.
     """
 
     request_id: str                # of the request group
@@ -120,7 +116,7 @@ class Request:
     params: SamplingParams         # greedy if the request is pooled
     max_total_tokens: int          # the request ends with this many tokens, prompt included
     eos_token_ids: frozenset[int]  # the model's end tokens; empty with ignore_eos
-    eos_token_id: int | None       # the main end token: it ends an answer without being its stop_reason
+    eos_token_id: int | None       # the main end token, not reported as a stop_reason
     metrics: RequestMetrics
     index: int = 0                 # index of the answer in its request group
     priority: int = 0              # lower starts first with scheduling_policy="priority"
@@ -181,14 +177,14 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the answer has something for each token of the prompt: log-probabilities, or a vector."""
+        """Whether the answer has log-probabilities, or a vector, for each token of the prompt."""
         return self.pools_tokens or self.output.prompt_logprobs is not None
 
     @property
     def skips_prefix_cache(self) -> bool:
         """Whether the request starts without any cached KV."""
         if self.scores_prompt and self.schedule.num_scored < self.prompt_len:
-            return True  # a token's log-probabilities, or its vector, need its hidden state
+            return True  # log-probabilities and vectors of a token need its hidden state
         # Only request 0 of a group scores the prompt. The others may use the KV that it has computed.
         skips = self.params.skip_reading_prefix_cache if self.index else self.params.skips_prefix_cache
         return self.schedule.status is RequestStatus.WAITING and bool(skips)

@@ -94,7 +94,7 @@ class SamplingExtras:
     def mask(self, token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
         """Return the mask, uint32[words], of the token after `token_ids`. It may be shared: do not change it.
 
-        num_output_tokens: how many tokens at the end of `token_ids` are output.
+        num_output_tokens: number of output tokens at the end of `token_ids`.
         """
         forbidden = [
             token_id
@@ -112,10 +112,7 @@ class SamplingExtras:
         return pack_mask(allowed)
 
     def allows_some(self, known_ids: np.ndarray | None) -> bool:
-        """True if every mask of the request allows at least one id.
-
-        known_ids: bool[vocab_size], ids that the engine may sample; None means all.
-        """
+        """True if every mask allows some id. known_ids: bool[vocab_size], ids that may be sampled; None: all."""
         left = self._always.copy() if known_ids is None else self._always & known_ids
         left[self._ends[: len(self._ends) if self._min_tokens else 0]] = False
         left[[last for lasts in self._forbidden_after.values() for last in lasts]] = False
@@ -134,7 +131,7 @@ def _processor_arguments(
         index = next((i for i, each in enumerate(processors) if each.name == name), None)
         if index is None:
             known = ", ".join(each.name for each in processors) or "none"
-            raise RequestError("logits_processors", name, f"the engine was not started with it: there is {known}")
+            raise RequestError("logits_processors", name, f"must be one that the engine was started with: {known}")
         parameters = processors[index].parameters
         if set(values) != set(parameters):
             accepted = f"{name!r} takes the parameters {', '.join(parameters) or 'none'}"

@@ -1,11 +1,10 @@
 """Dispatches a step before it collects an earlier one: the device goes from one step straight to the next.
 
-Called by: `Engine`: `step`, and what must wait for all steps (`flush`, failures).
+Called by: `Engine`, in `step`, in `flush`, and after a failure.
 Owns: the handles of the steps in flight.
 Never: changes a plan or a result.
 
-With one device, the earlier step is the one before. With S pipeline stages it is S steps earlier: S steps are in flight
-between two turns, one in each stage.
+With S pipeline stages, S steps are in flight between two turns, one per stage. A turn collects the oldest.
 """
 
 import collections
@@ -40,7 +39,7 @@ class _DeviceCall:
 
 
 class StepPipeline(Generic[HandleT]):
-    """Owns the steps in flight. Between two turns of the engine there are at most as many as pipeline stages."""
+    """Owns the steps in flight: between two turns, at most one per pipeline stage."""
 
     def __init__(self, runner: Runner[HandleT], phases: PhaseSeconds):
         """phases: receives the time of each call of the runner."""
@@ -69,7 +68,7 @@ class StepPipeline(Generic[HandleT]):
             raise failure
 
     def turn(self, step: ScheduledStep | None) -> CollectedStep | None:
-        """Dispatch a step, if there is one, and collect the one of `num_stages` turns before. None: there was none."""
+        """Dispatch `step`, if any. Collect the step of `num_stages` turns before; returns None if there was none."""
         in_flight, began, phases = self._in_flight, time.monotonic(), self._phases
         previous = in_flight.popleft() if len(in_flight) == self.runner.num_stages else None
         dispatching = None
@@ -97,7 +96,7 @@ class StepPipeline(Generic[HandleT]):
         return None if in_flight is None or not in_flight.step.plan.waits_for_masks else in_flight.step
 
     def sample(self, masks: Sequence[RowMask]) -> None:
-        """Let the newest step in flight sample. masks: those that it waits for."""
+        """Let the newest step in flight sample. masks: the masks that it waits for."""
         in_flight = self._in_flight[-1]
         if in_flight is not None:
             self._call = _DeviceCall("sample", in_flight.step.plan, time.monotonic())
@@ -105,7 +104,7 @@ class StepPipeline(Generic[HandleT]):
             self._call = None
 
     def describe(self) -> str:
-        """Say what the device is asked to do at this moment, for a log. Any thread may call it."""
+        """Describe the current call of the device, for a log. Any thread may call it."""
         call = self._call
         if call is None:
             return "no call of the device: the host schedules, or processes outputs"
@@ -118,8 +117,7 @@ class StepPipeline(Generic[HandleT]):
     def drop(self) -> None:
         """Wait for the steps in flight, and discard their results. Forget a failure that was not raised yet.
 
-        A step must not outlive the engine: with JAX 0.11 a step's end takes the GIL, and aborts a process that is
-        ending.
+        A step must not outlive the engine: with JAX 0.11 its end takes the GIL, and aborts an exiting process.
         """
         dropped, self.failure, self._call = list(self._in_flight), None, None
         self._in_flight.clear()

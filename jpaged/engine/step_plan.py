@@ -73,7 +73,7 @@ class RowExtras:
     prompt_len: int = 0                  #             prompt tokens among them
     bias_ids: np.ndarray | None = None   # int32[B]    B <= params.sampling.MAX_LOGIT_BIAS
     bias: np.ndarray | None = None       # float32[B]  added to the logits of bias_ids
-    # Return the log-probabilities of the first `max_logprobs` bias_ids, in place of those of the most likely ids.
+    # Return log-probabilities of the first `max_logprobs` bias_ids, instead of the most likely ids.
     scores_bias_ids: bool = False
     mask: np.ndarray | None = None       # uint32[W]   ids that may be sampled; see `mask_words`
     custom: np.ndarray | None = None     # float32[P]  parameters of all custom processors, in their order
@@ -92,7 +92,7 @@ class RowInit:
     """Complete state of a row whose request starts or continues in it. The host sends it once, the device keeps it."""
 
     row: int
-    num_computed: int       # tokens whose KV is in the row's blocks already: the position of the next token
+    num_computed: int       # tokens with KV in the row's blocks; also the position of the next token
     rope_len: int           # a length-dependent rope uses max(rope_len, tokens so far); usually the prompt's length
     blocks: np.ndarray      # int32[B, 3]  (kv_group, index in the block table, block): all blocks that the row holds
     temperature: float      # 0: greedy
@@ -101,8 +101,7 @@ class RowInit:
     min_p: float            # [0, 1]
     seed: int               # 0 <= seed < 2**64
     sample_index: int = 0   # index of the request among its request group's `n` parallel samples
-    # Divides the logits before the log-probabilities of a beam's candidates are computed. 0: the row is not a
-    # beam, and its log-probabilities are the model's own.
+    # Divides a beam's logits before its log-probabilities are computed. 0: not a beam, log-probabilities of the model.
     beam_temperature: float = 0.0
     typical_p: float = 1.0         # (0, 1]
     presence_penalty: float = 0.0
@@ -119,16 +118,16 @@ class StepPlan:
 
     R rows of the request table take part, each at most once, in this order:
 
-    1. `num_decodes` decodes. Each computes one token: the one that it sampled last, which only the device may know.
-       Each samples the next one.
-    2. Prompt rows. Each computes a chunk of known tokens, which the plan brings along.
+    1. `num_decodes` decodes. Each computes the token that it sampled last, which only the device may know, and samples
+       the next one.
+    2. Prompt rows. Each computes a chunk of known tokens, which are in the plan.
     3. Forks. Each computes nothing, and samples from the last hidden state of another row of the plan.
     """
 
     rows: np.ndarray          # int32[R]  row of the request table
     num_tokens: np.ndarray    # int32[R]  tokens that the row computes: 1 for a decode, 0 for a fork
     num_decodes: int
-    # bool[R]  the row samples one token (or is pooled): no token of its sequence is left to compute after this step
+    # bool[R]  the row samples one token, or is pooled: after this step all tokens of its sequence are computed
     samples: np.ndarray
     prompt_tokens: np.ndarray # int32[P]  token ids of the prompt rows, concatenated in the order of the rows
     # int32[U, 4]  (row, kv_group, index in the block table, block): changed entries of block tables
@@ -138,8 +137,7 @@ class StepPlan:
     sampler: SamplerVariant = SamplerVariant.GREEDY
     # int32[F]  one entry per fork: index in `rows` of the row that it samples from
     forked_from: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    # int32[M, 3]  (BlockMove, from, to): moves to perform before the step, in this order. `BlockMove` says whether from
-    # and to are blocks or slots of the host tier
+    # int32[M, 3]  (BlockMove, from, to): moves before the step, in order. from, to: blocks, or slots of the host tier
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
     # masks that change before this step samples, and are known now; `Runner.sample` adds those known later
     masks: tuple[RowMask, ...] = ()
@@ -168,7 +166,7 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of the tokens in `StepPlan.scored`. The fields are those of StepResult."""
+    """Log-probabilities of the tokens in `StepPlan.scored`. `StepResult` describes the fields."""
 
     logprobs: np.ndarray      # float32[S]
     ranks: np.ndarray         # int32[S]
@@ -198,7 +196,7 @@ class StepResult:
     scores: "Scores | None" = None          #                of the plan's `scored`
     # Only if the model pools: the last token's hidden state after the final norm, or a classifier's scores.
     pooled: np.ndarray | None = None        # float32[R, size]
-    pooled_tokens: np.ndarray | None = None # float32[S, size]  the same of the plan's `scored`
+    pooled_tokens: np.ndarray | None = None # float32[S, size]  the same, for the plan's `scored`
     expert_load: ExpertLoad | None = None   #                only if devices have different experts
 
 
@@ -214,21 +212,21 @@ class Runner(Protocol[HandleT]):
     windows: tuple[int | None, ...]
     max_num_seqs: int            # rows of the request table
     max_num_batched_tokens: int  # token budget of a plan
-    num_stages: int              # devices, or groups of devices, that compute a step one after another
+    num_stages: int              # pipeline stages, which compute a step one after another
     max_model_len: int
     vocab_size: int
     max_logprobs: int
-    # A longer sequence needs KV computed with a rope_len beyond this length (longrope). None: the rope never switches.
+    # Longer sequences need KV computed with a rope_len above this length (longrope). None: the rope never switches.
     longrope_switch_len: int | None
     host_slots: int                        # slots of the host tier; 0: there is none
     transfer_costs: TransferCosts | None   # measured if there is a host tier
 
-    # Smallest jump worth taking, in forced tokens per running request. A jump makes the step longer for all of them.
+    # Smallest jump worth taking, in forced tokens per running request. A jump makes the step longer for all requests.
     min_jump_per_request: float
 
     @property
     def compiles_after_ready(self) -> int:
-        """Programs compiled after the engine was ready. 0, or the program table has a hole."""
+        """Programs compiled after the engine was ready. Not 0: the program table lacks an entry."""
         ...
 
     @property
@@ -241,9 +239,9 @@ class Runner(Protocol[HandleT]):
         ...
 
     def can_run(self, sampler: SamplerVariant, *, scores: bool) -> bool:
-        """Whether a step of a request need not wait for programs. Any thread may call it. Raises EngineError as above.
+        """Whether all programs for a request exist. Any thread may call it. Raises EngineError as `wait_until_ready`.
 
-        sampler: what the request needs. scores: the request wants log-probabilities of its prompt.
+        sampler: variant that the request needs. scores: the request wants log-probabilities of its prompt.
         """
         ...
 
@@ -256,7 +254,7 @@ class Runner(Protocol[HandleT]):
         ...
 
     def sample(self, handle: HandleT, masks: Sequence[RowMask]) -> HandleT:
-        """Sample for a step whose plan waits for masks. masks: those that were missing. Returns a new handle."""
+        """Sample for a step whose plan waits for masks. masks: the missing masks. Returns a new handle."""
         ...
 
     def collect(self, handle: HandleT) -> StepResult:
@@ -281,7 +279,7 @@ class Runner(Protocol[HandleT]):
         self, moves: Sequence[tuple[BlockMove, int, int]], blocks: Sequence[int],
         contents: Sequence[tuple[np.ndarray, ...]],
     ) -> None:  # fmt: skip
-        """Run moves, and write contents of `read_blocks` into blocks, before the next step. Returns at once."""
+        """Before the next step, run moves and write contents, as from `read_blocks`, into blocks. Returns at once."""
         ...
 
     def describe(self, plan: StepPlan) -> str:
@@ -301,7 +299,7 @@ class Runner(Protocol[HandleT]):
         ...
 
     def start_profile(self, folder: str) -> None:
-        """Record what host and device do, into a folder, until `stop_profile`. Raises EngineError if one is running."""
+        """Profile host and device until `stop_profile`, into a folder. Raises EngineError if a profile is running."""
         ...
 
     def stop_profile(self) -> None:

@@ -3,8 +3,8 @@
 Each grammar is first compiled in a child process, which is killed when it exceeds its time limit (see `probe.py`).
 Then this process compiles it again. There are two lanes, each with one worker thread and one child of low priority.
 A compile that takes longer than QUICK_SECONDS starts again in the slow lane. So an ordinary grammar (a medium schema
-takes 4 ms) never waits for a hostile one. In each lane, clients take turns (`queue.py`), and the grammar of requests
-that have left is dropped, also while its child compiles it.
+takes 4 ms) never waits for a hostile one. In each lane clients take turns (`queue.py`). A grammar is dropped when all
+its requests have left, also while the child compiles it.
 """
 
 import collections
@@ -93,7 +93,7 @@ class _Lane:
 
     def close(self) -> None:
         self.executor.shutdown(wait=False, cancel_futures=True)
-        self.probe.kill()  # the worker may be reading from the child: it then reads the end of the stream
+        self.probe.kill()  # a worker that reads from the child gets the end of the stream
 
 
 class GrammarCompiler:
@@ -128,12 +128,12 @@ class GrammarCompiler:
         """Start to compile a grammar, unless it is cached or being compiled. Returns at once.
 
         reasoning: text that may come before the answer.
-        requester: the request that waits for it. If all requests leave that wait for it, the compile ends.
+        requester: the request that waits for it. The compile ends when all such requests have left.
 
         Raises RequestError, within 50 ms, for parameters beyond the limits or not supported. The future's exception is
         a RequestError if the compile fails or takes longer than `grammar_compile_timeout`. It is a CapacityError if
-        MAX_SLOW slow compiles are queued, and none of a client that has more of them. Do not cancel the future: other
-        requests may wait for it.
+        MAX_SLOW slow compiles are queued: the client with the most of them loses its last. Do not cancel the future,
+        because other requests may wait for it.
         """
         key = params, reasoning
         with self._lock:
@@ -209,13 +209,13 @@ class GrammarCompiler:
             self._drop(job)
 
     def _drop(self, job: Job) -> None:
-        """End a job that no request waits for. A request that comes now for the same grammar begins a new one."""
+        """End a job that no request waits for. A later request for the same grammar starts a new one."""
         if self._unfinished.get(job.key) is job:
             del self._unfinished[job.key]
         _fail(job.future, EngineError("no request waits for this grammar"))
 
     def _ends_unwanted(self, job: Job) -> bool:
-        """Drop a running job if no request waits for it. True if so."""
+        """Drop a running job if no request waits for it. Returns True if it was dropped."""
         if job.is_wanted:
             return False
         with self._lock:

@@ -34,10 +34,9 @@ _CONTAINERS_A_LEVEL = 4  # braces and brackets for one level of schemas; llguida
 
 
 def prepare(text: str, limits: GrammarLimits, parameter: str, *, close_objects: bool = False) -> dict[str, Any]:
-    """Return the schema, checked, with its regular expressions in Rust's dialect.
+    """Return the checked schema, with regular expressions in Rust's dialect.
 
     close_objects: set `additionalProperties` to False in schemas with properties that do not set it.
-
     Raises RequestError for text that is too large, not supported, or not a JSON schema.
     """
     check_size(text, limits, parameter)
@@ -85,7 +84,7 @@ def prepare_document(
     for where, schema in schemas:
         _check(schema, where, identifiers, limits, parameter)
     budget = Budget()
-    for _, schema in reversed(schemas):  # a schema after its subschemas: a pattern's schema has its size then
+    for _, schema in reversed(schemas):  # subschemas first, so that a pattern's schema has its final size
         _rewrite(schema, close_objects, budget)
     return document
 

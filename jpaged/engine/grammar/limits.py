@@ -8,10 +8,7 @@ from jpaged.errors import RequestError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrammarLimits:
-    """Limits of structured output: the fields of `EngineConfig` with the same names.
-
-    Raises RequestError for a value that is not a positive number.
-    """
+    """Limits of structured output, named as in `EngineConfig`. Raises RequestError unless all are positive numbers."""
 
     max_grammar_bytes: int = 65536        # of a schema, a grammar, or all choices together
     max_grammar_depth: int = 32           # schemas nested in each other

@@ -1,8 +1,8 @@
 """Follows one answer through its grammar: computes the mask of the next token, and accepts sampled tokens.
 
 Jump-forward: if the grammar allows exactly one continuation, its tokens are forced (`GrammarMatcher.forced_tokens`).
-They are the tokens that the tokenizer itself writes for that text. A mask then allows the first forced token only. So
-an engine that appends all of them at once and one that samples them one by one produce the same tokens.
+They are the tokens that the tokenizer itself produces for that text. A mask then allows the first forced token only, so
+appending all forced tokens at once produces the same tokens as sampling them one by one.
 """
 
 import time
@@ -34,8 +34,8 @@ Renew = Callable[[int], tuple[LLMatcher, int] | None]
 class GrammarMatcher:
     """State of one answer in its grammar. Used by one thread at a time.
 
-    All answers of one grammar share a limited number of lexer states. Other answers may use them up, or a bug in
-    llguidance may break them. Then the answer continues with a fresh matcher, which replays its tokens.
+    All answers of one grammar share a limited number of lexer states. If other answers use them up, or a bug in
+    llguidance breaks them, the answer continues with a fresh matcher, which replays its tokens.
     """
 
     def __init__(
@@ -116,10 +116,7 @@ class GrammarMatcher:
             raise self._cannot_continue("it allows no token of the tokenizer")
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a sampled token. Returns False, and changes nothing, if the grammar does not allow it.
-
-        Raises RequestError like `mask_into`.
-        """
+        """Advance by a token. If it is not allowed, returns False and changes nothing. Raises as `mask_into`."""
         forced = self._forced[self._forced_index :]
         if self.is_finished or (forced and token_id != forced[0]):
             return False

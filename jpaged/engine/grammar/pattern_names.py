@@ -1,8 +1,7 @@
 """Finite `patternProperties`: their names become `properties`.
 
-llguidance may write each of the names that a pattern matches again and again. If the pattern matches few names, all of
-them may be written already when the grammar demands another one. Then the answer would fail, or have a name twice.
-`properties` are written once each.
+llguidance may write a name of a pattern more than once. If the pattern matches few names, all of them may be
+used up when the grammar demands another one. Then the answer fails, or has a name twice. `properties` are written once.
 """
 
 import dataclasses
@@ -12,22 +11,22 @@ from re import _constants as ops  # ty: ignore
 from re import _parser  # ty: ignore
 from typing import Any
 
-MAX_NAMES = 256       # of one pattern; a pattern of more names stays a pattern
+MAX_NAMES = 256       # of one pattern; a pattern with more names is not expanded
 MAX_NAME = 256        # characters of a name
 MAX_PROPERTIES = 400  # of an object with these names; llguidance refuses objects of many more optional properties
-WORK = 32_768         # of one schema document. Takes at most 20 ms
+WORK = 32_768         # limit per schema document; takes at most 20 ms
 PARSE = 12            # work for each character of a pattern; it takes up to 6 us
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # ^ and $: no text has these characters (Unicode calls them noncharacters)
 
 
 @dataclasses.dataclass(slots=True)
 class Budget:
-    """Work that is left for the patterns of a document. Patterns that would take more stay patterns."""
+    """Work left for the patterns of a document. Patterns that need more are not expanded."""
 
     left: int = WORK
 
     def take(self, work: int) -> bool:
-        """Subtract work if that much is left. False if not."""
+        """Subtract work. Returns False, and subtracts nothing, if less is left."""
         if work > self.left:
             return False
         self.left -= work
@@ -35,11 +34,9 @@ class Budget:
 
 
 def expand_finite_patterns(schema: dict[str, Any], budget: Budget) -> None:
-    """Move the names of finite patterns to `properties`, after those that are there. Changes the schema in place.
+    """Append the names of finite patterns to `properties`. Changes the schema in place.
 
-    A property that a pattern matches as well must follow both schemas, so its pattern stays in `allOf`.
-
-    budget: of the document that the schema is a part of.
+    A property that a pattern matches too must follow both schemas, which `allOf` combines. budget: of the document.
     """
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(properties, dict):
@@ -85,7 +82,7 @@ def finite_names(pattern: str, budget: Budget) -> list[str] | None:
 
 
 def _characters(value: Any, most: int) -> int:
-    """Return about how many characters a JSON value has, or a number above `most`."""
+    """Approximate number of characters of a JSON value, or a number above `most`."""
     count, waiting = 0, [value]
     while waiting and count <= most:
         one = waiting.pop()
@@ -99,9 +96,9 @@ def _characters(value: Any, most: int) -> int:
 
 
 def _may_repeat(schema: dict[str, Any], names: list[str]) -> bool:
-    """True if the pattern stays: llguidance counts optional properties only if a pattern has their names.
+    """True if the pattern must stay, because llguidance counts optional properties only if a pattern has their names.
 
-    It counts a name twice that is written twice, which is wrong only for `minProperties`.
+    It counts a name that is written twice as two, which is wrong only for `minProperties`.
     """
     if "minProperties" not in schema and "maxProperties" not in schema:
         return False
@@ -137,7 +134,7 @@ def _texts(items: Iterable[Any], budget: Budget) -> list[str] | None:
 
 
 def _joined(first: list[str], second: list[str], budget: Budget) -> list[str] | None:
-    """All texts of `first` with each text of `second` after them."""
+    """All texts of `first`, each followed by each text of `second`."""
     count = len(first) * len(second)
     if count > MAX_NAMES or not budget.take(count + 1):
         return None
@@ -166,7 +163,7 @@ def _item(item: Any, budget: Budget) -> list[str] | None:
 
 
 def _repeated(lowest: int, highest: int, items: Iterable[Any], budget: Budget) -> list[str] | None:
-    """All texts of items that come `lowest` to `highest` times."""
+    """All texts of items repeated `lowest` to `highest` times."""
     once = _texts(items, budget)
     if once is None:
         return None
@@ -190,7 +187,7 @@ def _class_item(item: Any) -> list[str] | None:
 
 
 def _range(first: int, last: int) -> list[str] | None:
-    """The characters of these codes. None for too many, or those that stand for ^ and $."""
+    """The characters of these codes. None if there are too many, or one stands for ^ or $."""
     if last - first >= MAX_NAMES or (first <= ord(_END) and last >= ord(_BEGIN)):
         return None
     return [chr(code) for code in range(first, last + 1)]

@@ -44,12 +44,10 @@ class ProbeProcess(ChildProcess):
         """Compile a grammar. Returns (the grammar in llguidance's form, the error or "").
 
         context_free: `grammar` is Lark or GBNF from the request. limits: fields of LLParserLimits.
-
-        cancelled: asked every 0.1 s while the child compiles.
+        cancelled:    called every 0.1 s while the child compiles.
 
         Raises ProbeTimeout after `seconds`, and ProbeCancelled when `cancelled` returns True. Raises CapacityError if
-        a process cannot be started now, or if another process has killed two of them. Raises EngineError if none can
-        ever be started.
+        no child can be started now, or if two were killed from outside. Raises EngineError if none can ever be started.
         """
         fields = {"grammar": grammar, "context_free": context_free, "limits": limits, "seconds": seconds}
         request = json.dumps(fields).encode() + b"\n"

@@ -20,7 +20,7 @@ class Job:
 
     @property
     def client(self) -> str:
-        """The client whose turn it takes: that of the request that came first."""
+        """The client of the first request. The job takes this client's turn."""
         return self.requesters[0].client
 
     @property
@@ -60,10 +60,7 @@ class JobQueue:
         return removed
 
     def remove_surplus(self, client: str) -> Job | None:
-        """Make room for a job of a client: remove the last job of the client with the most.
-
-        None if no client has more than one job more than this one.
-        """
+        """Remove and return the last job of the client with most jobs; None if no client has two more than `client`."""
         largest = max(self._jobs.values(), key=len, default=None)
         if largest is None or len(largest) <= len(self._jobs.get(client, ())) + 1:
             return None

@@ -18,10 +18,7 @@ class ReasoningPrefix:
     opened: bool
 
     def prepend_to(self, grammar: str, special: SpecialTokens) -> str:
-        """Return a grammar of llguidance (Lark or JSON text) with the reasoning before it.
-
-        A tag that is a special token is the token, not its text.
-        """
+        """Put reasoning before a grammar (Lark or JSON text). Tags that are special tokens are written as tokens."""
         start, end = (special.lark(tag) if tag in special.ids else json.dumps(tag) for tag in (self.start, self.end))
         rule = f"reasoning: TEXT {end}" if self.end in special.ids else f"reasoning[lazy]: TEXT {end}"
         before = f"reasoning {_BREAKS}" if self.opened else f"({start} reasoning {_BREAKS})?"

@@ -8,11 +8,7 @@ from collections.abc import Container, Mapping, Set
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The special tokens of a tokenizer.
-
-    ids:     id of each, by name.
-    end_ids: ids of end-of-sequence tokens.
-    """
+    """The special tokens of a tokenizer: their ids by name, and the ids of end-of-sequence tokens."""
 
     ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     end_ids: Set[int] = frozenset()
@@ -26,7 +22,7 @@ class SpecialTokens:
         return [part for part in re.split(f"({'|'.join(map(re.escape, names))})", text) if part]
 
     def lark(self, text: str) -> str:
-        """Return a text as a sequence of Lark. A special token in it is the token, not its text."""
+        """Return a text as Lark. The name of a special token becomes the token."""
         return " ".join(f"<[{self.ids[part]}]>" if part in self.ids else json.dumps(part) for part in self.split(text))
 
     def free(self, used: Container[str]) -> str:

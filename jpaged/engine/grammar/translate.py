@@ -25,8 +25,7 @@ _TAG_FORM = (
 
 
 class Source:
-    """The checked text of a grammar, for any tokenizer. Raises RequestError, within milliseconds, if it is not valid.
-    """
+    """The checked text of a grammar, for any tokenizer. Raises RequestError within milliseconds if it is not valid."""
 
     def __init__(
         self, params: StructuredOutputsParams, limits: GrammarLimits, reasoning: ReasoningPrefix | None = None
@@ -168,9 +167,9 @@ class _StructuralTags:
 
 
 def _other_uses(triggers: list[list[str]], special: SpecialTokens, lines: list[str]) -> list[str]:
-    """Return Lark for the special tokens that begin triggers, with text that does not go on like one of them.
+    """Return Lark for the special tokens that begin triggers, followed by text that completes no trigger.
 
-    So gpt-oss may write `<|channel|>analysis` where `<|channel|>commentary to=` is a trigger. Appends to `lines`.
+    So gpt-oss may write `<|channel|>analysis`, although `<|channel|>commentary to=` is a trigger. Appends to `lines`.
     """
     pieces = []
     for i, begin in enumerate(sorted({parts[0] for parts in triggers})):

@@ -40,7 +40,7 @@ def grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[i
     definition["added_tokens"] = [token for token in definition["added_tokens"] if token["id"] < vocab_size]
     text = json.dumps(definition, ensure_ascii=False)
     eos = list(eos_token_ids) or None
-    # Slices speed up masks, and this one computes none: 20% less time.
+    # No slices: they speed up masks, which this tokenizer does not compute. Saves 20% of the time.
     read = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos, slices=[])
     plain = {token["id"] for token in definition["added_tokens"] if not token["special"]}
     plain -= {*eos_token_ids, read.eos_token}
@@ -50,8 +50,8 @@ def grammar_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[i
 class _Tokens:
     """The tokens of a tokenizer that llguidance has read, in the form of llguidance's TokenizerWrapper.
 
-    llguidance itself takes every added token of the form <...> for a special token, also if it is not marked as one.
-    For forced text it then writes tokens that it does not accept: `Tokenizer.encode` finds added tokens in any text.
+    llguidance itself treats every added token of the form <...> as special, even if it is not marked as special. For
+    forced text it then writes tokens that it does not accept: `Tokenizer.encode` finds added tokens in any text.
     """
 
     def __init__(self, read: LLTokenizer, plain: Set[int]):

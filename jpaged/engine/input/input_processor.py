@@ -1,10 +1,10 @@
-"""Checks a prompt and its parameters, and makes a request group of them. Bad input is refused before it is scheduled.
+"""Makes a request group from a prompt and its parameters. Refuses bad input before it is scheduled.
 
 Called by: `LLM` in the caller's thread, `AsyncLLM` in threads for tokenising, `Engine.add_request`.
 Owns: the tokenizer's encoder, and the compiler of grammars.
 Never: schedules a request, or remembers one.
 
-Requests change nothing in it but what was logged once, so any thread may call it.
+Any thread may call it. Requests change only the flags of messages that are logged once.
 """
 
 import dataclasses
@@ -48,38 +48,35 @@ class InputProcessor:
     """Makes request groups."""
 
     def __init__(self, limits: ModelLimits, tokenizer: Any = None, compiler: GrammarCompiler | None = None):
-        """tokenizer: a transformers tokenizer; None: prompts must be token ids.
-
-        compiler: of grammars; None: structured outputs are refused.
-        """
+        """Without a transformers tokenizer, prompts must be ids. Without a compiler, structured outputs are refused."""
         self.limits = limits
         self._prompts = PromptReader(limits, tokenizer)
         self._compiler = compiler
         self._tokenizer = tokenizer
-        self._logged_unused = False  # a beam search with sampling parameters was logged
-        self._logged_cut = False  # a max_tokens beyond max_model_len was logged
+        self._logged_unused = False  # logged a beam search with sampling parameters
+        self._logged_cut = False  # logged a max_tokens beyond max_model_len
         self._eos_token_ids = frozenset(limits.eos_token_ids)
         if limits.eos_token_id is not None:
             self._eos_token_ids |= {limits.eos_token_id}
 
     @classmethod
     def create(cls, limits: ModelLimits, tokenizer: Any, options: EngineOptions) -> "InputProcessor":
-        """An input processor with a compiler of grammars, if the model generates text."""
+        """Make an input processor, with a grammar compiler if the model generates text."""
         compiler = None
         if tokenizer is not None and options.pooling is None:
             compiler = GrammarCompiler(tokenizer, limits.vocab_size, options.eos_token_ids, options.grammar_limits)
         return cls(limits, tokenizer, compiler)
 
     def prepare_grammars(self) -> None:
-        """Read the tokenizer for grammars now. Otherwise the first request with a grammar stops all streams for it."""
+        """Read the tokenizer for grammars now. Otherwise the first request with a grammar makes all streams wait."""
         if self._compiler is not None:
             try:
                 self._compiler.warm_up().result()
-            except Exception as error:  # grammars cannot be compiled for this tokenizer: requests for one are refused
+            except Exception as error:  # requests for a grammar are then refused
                 logger.warning("no structured output with this tokenizer: %s", error)
 
     def close(self) -> None:
-        """Stop the compiler of grammars."""
+        """Stop the grammar compiler."""
         if self._compiler is not None:
             self._compiler.close()
 
@@ -95,12 +92,12 @@ class InputProcessor:
         cancelled: Cancelled = lambda: False,
         requester: Requester = ANYONE,
     ) -> RequestGroup:
-        """Check a prompt with its parameters, and make a request group of them. Raises RequestError.
+        """Check a prompt and its parameters, and make a request group. Raises RequestError.
 
         stream:     emit every new token, if the parameters allow it.
         refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len, instead of a warning.
         cancelled:  asked while a long text is tokenised; True ends that with TokenisingCancelled.
-        requester:  for whom a grammar is compiled.
+        requester:  client for which a grammar is compiled.
         """
         metrics = RequestMetrics(arrival_time=time.monotonic())
         check_task(self.limits.pooling, params)
@@ -139,7 +136,7 @@ class InputProcessor:
             for index in range(params.num_sequences)
         ]
         strategy = self._strategy(params, pooling_params, max_total_tokens - len(token_ids), end_token_ids)
-        grammar = self._add_reasoning_and_grammar(requests, requester)  # last: a refused request has no grammar
+        grammar = self._add_reasoning_and_grammar(requests, requester)  # last: no grammar for a refused request
         streams = stream and not params.chooses and params.output_kind is not RequestOutputKind.FINAL_ONLY
         return RequestGroup(
             request_id=request_id,
@@ -161,7 +158,7 @@ class InputProcessor:
         max_new_tokens: int,
         end_token_ids: frozenset[int],
     ) -> Strategy:
-        """The only place that distinguishes the kinds of answers."""
+        """Choose the strategy. No other code distinguishes the kinds of answers."""
         if pooling_params is not None and self.limits.pooling is not None:
             return PoolStrategy(self.limits.pooling, pooling_params)
         if params.use_beam_search:
@@ -170,7 +167,7 @@ class InputProcessor:
         return BestOfStrategy() if params.chooses else SampleStrategy()
 
     def _add_reasoning_and_grammar(self, requests: list[Request], requester: Requester) -> Future[Grammar] | None:
-        """Give each request its reasoning budget, and start to compile the grammar of their parameters."""
+        """Give each request its reasoning budget, and start to compile their grammar."""
         params, prompt = requests[0].params, requests[0].prompt_token_ids
         tags = cast(ReasoningTags | None, params.reasoning_tags)
         opened = tags is not None and self._has_opened(tags, prompt, params)
@@ -205,8 +202,8 @@ class InputProcessor:
         asked = params.prompt_logprobs
         if asked is not None and (asked + 1) * prompt_len > MAX_PROMPT_LOGPROBS:
             raise RequestError(
-                "prompt_logprobs", asked, f"with a prompt of {prompt_len:,} tokens they are more than "
-                f"{MAX_PROMPT_LOGPROBS:,}: at most {MAX_PROMPT_LOGPROBS // prompt_len - 1} for this prompt",
+                "prompt_logprobs", asked, f"gives, with a prompt of {prompt_len:,} tokens, more than "
+                f"{MAX_PROMPT_LOGPROBS:,} log-probabilities: ask for {MAX_PROMPT_LOGPROBS // prompt_len - 1} or fewer",
             )  # fmt: skip
 
     def _grammar(
@@ -218,7 +215,7 @@ class InputProcessor:
         return self._compiler.submit(cast(Any, params.structured_outputs), reasoning, requester)
 
     def _has_opened(self, tags: ReasoningTags, token_ids: list[int], params: SamplingParams) -> bool:
-        """Whether the prompt ends inside of reasoning, which the answer then continues."""
+        """Whether the prompt ends inside reasoning, which the answer then continues."""
         if params.structured_outputs is None and params.thinking_token_budget is None:
             return False
         if self._tokenizer is None:
@@ -229,8 +226,8 @@ class InputProcessor:
     def _reasoning_budget(self, tags: ReasoningTags | None, budget: int, *, opened: bool) -> ReasoningBudget:
         if tags is None:
             accepted = (
-                "needs the tags of reasoning: give reasoning_tags as well, or give a reasoning_parser to LLM.chat, or "
-                "to the server when it starts"
+                "needs reasoning tags: set reasoning_tags as well, or pass reasoning_parser to LLM.chat, or start the "
+                "server with it"
             )
             raise RequestError("thinking_token_budget", budget, accepted)
         end_ids = tuple(self._tokenizer.encode(tags.end, add_special_tokens=False))
@@ -254,7 +251,7 @@ class InputProcessor:
             return None
         if not extras.allows_some(self.limits.known_ids):
             name = "min_tokens" if params.min_tokens else "bad_words" if params.bad_words else "allowed_token_ids"
-            raise RequestError(name, getattr(params, name), "no token would be left to sample")
+            raise RequestError(name, getattr(params, name), "leaves no token to sample")
         return extras
 
     def _bad_word(self, word: str) -> list[list[int]]:
@@ -296,7 +293,7 @@ class InputProcessor:
         if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)) or abs(priority) > MAX_PRIORITY:
             raise RequestError("priority", priority, f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}")
         if priority and not self.limits.priorities:
-            raise RequestError("priority", priority, "the engine does not use it: start the engine with the option "
+            raise RequestError("priority", priority, "is not used by this engine: start the engine with the option "
                                "scheduling_policy='priority', or leave it out")  # fmt: skip
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -319,11 +316,11 @@ class InputProcessor:
             if self._tokenizer is None:
                 raise RequestError("stop", params.stop, "is searched in the text, and the model has no tokenizer: "
                                    "leave it out, use stop_token_ids, or start with the option tokenizer")  # fmt: skip
-            stop_automaton(tuple(params.stop))  # cached: it is built here, where no step waits for it
+            stop_automaton(tuple(params.stop))  # cached, and built here because no step waits for it
 
 
 def _counted(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Replace the number -1 of log-probabilities by the number of ids."""
+    """Replace -1 in logprobs and prompt_logprobs by the vocabulary size."""
     names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
     return dataclasses.replace(params, **dict.fromkeys(names, vocab_size)) if names else params
 

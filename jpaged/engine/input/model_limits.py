@@ -19,10 +19,10 @@ class ModelLimits:
     max_model_len: int
     max_logprobs: int
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
-    eos_token_id: int | None = None      # the main one: it ends an answer without being its stop_reason
+    eos_token_id: int | None = None      # the main end token, not reported as a stop_reason
     pooling: Pooling | None = None       # the engine pools; None: it generates
     processors: tuple[LogitsProcessor, ...] = ()
-    known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that are ever sampled; None: all
+    known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that may be sampled; None: all
     priorities: bool = False             # the scheduling policy uses the priority of requests
 
     @classmethod

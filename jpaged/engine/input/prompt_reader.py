@@ -1,6 +1,6 @@
 """Turns a prompt in any accepted form into checked token ids.
 
-Checks the length of a prompt before it does anything that takes long: there may be millions of characters or ids.
+Checks the length of a prompt before any slow work, because there may be millions of characters or ids.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class PromptReader:
         return self._limits.max_model_len - (self._limits.pooling is None)
 
     def _checked_ids(self, ids: Any, params: SamplingParams | None = None) -> list[int]:
-        """params: truncate as they say; None: the ids are truncated already."""
+        """params: how to truncate; None means that the ids are truncated already."""
         name, vocab_size = "prompt_token_ids", self._limits.vocab_size
         if hasattr(ids, "__array__"):
             ids = as_array(name, ids)
@@ -94,7 +94,7 @@ class PromptReader:
         return token_ids
 
     def _check_length(self, name: str, value: Any, length: int, *, complete: bool = True) -> None:
-        """complete: False: the prompt has more tokens than `length`."""
+        """complete: if False, the prompt has more than `length` tokens."""
         max_model_len, limit = self._limits.max_model_len, self._most
         if not length:
             raise RequestError(name, value, "must not be empty")

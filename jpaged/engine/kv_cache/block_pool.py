@@ -8,7 +8,7 @@
 4. With a host tier, a named block moves there, content and name, before it is allocated again.
 
 Every operation takes constant time per block. The free list is doubly linked through two arrays, the index is a dict.
-The device has to copy blocks, and to move them to the host and back. These moves are recorded in order in `moves`.
+`moves` records, in order, the block copies and the moves to the host and back that the device has to run.
 """
 
 import array
@@ -25,7 +25,7 @@ from jpaged.metrics import SharingMetrics
 
 
 def prefix_root(*, adapter: str = "", weight_version: int = 0, salt: str = "") -> bytes:
-    """Root of a chain of block names. Requests share blocks only if all of these are equal."""
+    """Root of a chain of block names. Requests share blocks only if all arguments are equal."""
     parts = (adapter.encode(), str(weight_version).encode(), salt.encode())
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
@@ -93,7 +93,7 @@ class BlockPool:
         return self._names[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate free blocks in the order of reuse. They lose their names. EngineError if there are too few."""
+        """Allocate free blocks in the order of reuse. They lose their names. Raises EngineError if too few are free."""
         if count > self.num_free:
             raise EngineError(f"{count} blocks wanted, {self.num_free} free")
         # Called many times a step: cuts the first `count` blocks out of the ring at once, without a call per block.
@@ -113,7 +113,7 @@ class BlockPool:
         return blocks
 
     def private_copy(self, block: int) -> int:
-        """Copy on write: allocate a block with the content of a shared one, and free one hold of the shared block."""
+        """Copy on write: allocate a block with the content of a shared one, and remove one hold from the shared one."""
         (copy,) = self.allocate(1)
         self.moves.append((BlockMove.COPY, block, copy))
         self.free([block])
@@ -179,7 +179,7 @@ class BlockPool:
         return self.host_tier is not None and self.host_tier.has(name)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free."""
+        """Number of these blocks that are free."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def sharing(self) -> SharingMetrics:
@@ -207,7 +207,7 @@ class BlockPool:
         return moves
 
     def reset_peak(self) -> None:
-        """Start to measure the peak of used blocks again."""
+        """Set the peak of used blocks to the number used now."""
         self.peak_used = self.num_used
 
     def check(self) -> None:

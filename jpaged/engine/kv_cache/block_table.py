@@ -1,7 +1,4 @@
-"""A request's side of the KV cache: its block tables, and the names of its full blocks.
-
-`KVCacheManager` is the only writer of both.
-"""
+"""A request's block tables, and the names of its full blocks. `KVCacheManager` is their only writer."""
 
 import dataclasses
 import hashlib
@@ -62,7 +59,7 @@ class KVState:
         return name if kv_group == 0 else name._replace(kv_group=kv_group)
 
     def names(self, token_ids: list[int], count: int, block_size: int) -> list[BlockName]:
-        """At least `count` block names, in kv_group 0. Each is computed once, and kept over a preemption.
+        """At least `count` block names, in kv_group 0. Each is computed once, and kept across preemptions.
 
         token_ids: the request's known tokens, at least count * block_size.
         """

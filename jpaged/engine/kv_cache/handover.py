@@ -1,7 +1,6 @@
 """KV of a prompt's first blocks in host memory: one engine computes it, another one adds it to its prefix cache.
 
-As bytes it is a header of JSON, whose length comes first, and the arrays of all blocks one after another. The bytes end
-with their SHA-256. Reading checks everything before anything is used.
+Byte format: MAGIC, header length, JSON header, arrays of all blocks, SHA-256 of the rest. All is checked before use.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ _DIGEST = hashlib.sha256().digest_size
 class KVHandover:
     """Content of blocks, by their names in the prefix index."""
 
-    layout: str                               # facts that both engines must share: `Runner.kv_layout`
+    layout: str                               # `Runner.kv_layout`, which must be equal in both engines
     names: tuple[BlockName, ...]              # of one kv_group after another, each in the order of the prompt
     blocks: tuple[tuple[np.ndarray, ...], ...]  # arrays of each block, in the order of `Runner.read_blocks`
 
@@ -34,7 +33,7 @@ class KVHandover:
         return len(self.names)
 
     def to_bytes(self) -> bytes:
-        """The blocks for another process."""
+        """Serialise the blocks for another process."""
         header = {
             "layout": self.layout,
             "names": [[name.digest.hex(), name.parent.hex(), name.tokens.hex(), name.kv_group] for name in self.names],
@@ -79,10 +78,10 @@ def _dtype(name: str) -> np.dtype:
 def _arrays(
     body: memoryview, shapes: Sequence[tuple[np.dtype, tuple[int, ...]]], count: int
 ) -> list[tuple[np.ndarray, ...]]:
-    """The arrays of `count` blocks. Raises ValueError if the bytes are more or fewer."""
+    """The arrays of `count` blocks. Raises ValueError if `body` has the wrong length."""
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
     if count * sum(sizes) != len(body):
-        raise ValueError(f"{count} blocks of {sum(sizes):,} bytes, and {len(body):,} bytes")
+        raise ValueError(f"{count} blocks of {sum(sizes):,} bytes, but {len(body):,} bytes")
     found, at = [], 0
     for _ in range(count):
         arrays = []

@@ -1,6 +1,6 @@
 """The host tier of the prefix cache: which named blocks are in host memory, and in which slot.
 
-A named block is copied to the host just before its device block is reused. It leaves when it is fetched. When all slots
+A named block is copied to the host just before its device block is reused, and leaves when it is fetched. If all slots
 are full, the least recently stored block is overwritten. Names are compared as a whole: no digest is trusted alone.
 """
 
@@ -33,7 +33,7 @@ class HostTier(Generic[NameT]):
         return name in self._slots
 
     def put(self, name: NameT) -> int | None:
-        """The slot in which a block is to be stored under its name. None if `take` has reserved every slot."""
+        """Assign a slot to a block's name. Returns None if `take` has reserved every slot."""
         slot = self._slots.pop(name, None)
         if slot is None:
             if self._free:
@@ -46,7 +46,7 @@ class HostTier(Generic[NameT]):
         return slot
 
     def take(self, name: NameT) -> int:
-        """The slot of a block that is fetched. The name is not found any more; the slot is reserved until `free`."""
+        """Remove the name of a block to fetch. Returns its slot, which stays reserved until `free`."""
         return self._slots.pop(name)
 
     def free(self, slot: int) -> None:

@@ -1,8 +1,8 @@
 """Block tables of requests: find a prefix, fork, grow with the tokens, name full blocks, free.
 
 Called by: the scheduler and its parts; `Engine` for handover and reset. Other threads only read counts.
-Owns: `Request.kv`: the block tables, and the names of full blocks.
-Never: copies KV: it records moves, which the next plan takes to the device.
+Owns: `Request.kv`, the block tables and the names of full blocks.
+Never: copies KV. It records moves, which the next plan takes to the device.
 
 A request has one block table per kv_group (`jpaged.kv_groups`). All block tables draw from one pool. They grow
 together, by one block in every kv_group at a time. In a kv_group with a sliding window a request holds only the blocks
@@ -11,7 +11,7 @@ that its window still reaches. The other blocks are freed as it advances, and ke
 A fork shares all blocks of its parent, including the last one, which may be partly full. The first of the two to write
 to that block gets a copy of its own (copy on write). The last request that holds the block writes to it directly.
 
-This class writes `Request.kv`. The scheduler writes `Request.schedule.num_computed`, which this class reads.
+The scheduler writes `Request.schedule.num_computed`, which this class reads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ class KVCacheManager:
         """Create an empty pool.
 
         windows:        sliding window per kv_group; None: the kv_group keeps the KV of all tokens.
-        max_chunk:      most tokens of one request that a step computes.
+        max_chunk:      maximum number of tokens of one request in a step.
         host_slots:     blocks that fit into the host tier; 0: there is none.
         transfer_costs: measured cost of moving blocks to the host and back; None: moving costs nothing.
         """
@@ -71,7 +71,7 @@ class KVCacheManager:
         return self._prefixes.no_prefix
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Largest number of blocks, in all kv_groups, that a request holds at a time up to `num_tokens` tokens."""
+        """Largest number of blocks, in all kv_groups, that a request holds while it grows to `num_tokens` tokens."""
         return max_blocks(self.windows, num_tokens, chunk=self._max_chunk, block_size=self.block_size)
 
     # -- names --------------------------------------------------------------------------------------------------
@@ -87,11 +87,11 @@ class KVCacheManager:
         request.kv.switch_to_long_rope(len(request.token_ids))
 
     def inherit_names(self, request: Request, parent: Request) -> None:
-        """Let a request find the blocks that its parent has computed of the prompt that both have."""
+        """Let a request find the blocks that its parent computed for their common prompt."""
         request.kv.inherit_names(parent.kv)
 
     def note_new_weights(self, requests: Iterable[Request]) -> None:
-        """Forget all cached KV. Blocks of `requests`, which may go on with KV of the old weights, are never shared."""
+        """Forget all cached KV. Blocks of `requests`, which may continue with their old KV, are never shared."""
         self._weight_version += 1
         self.pool.forget_all()
         for request in requests:
@@ -126,7 +126,7 @@ class KVCacheManager:
     # -- start and end ------------------------------------------------------------------------------------------
 
     def find_prefix(self, request: Request) -> Prefix:
-        """The longest prefix of the request's known tokens whose KV is there; see `PrefixFinder.find`."""
+        """The longest cached prefix of the request's known tokens; see `PrefixFinder.find`."""
         return self._prefixes.find(request)
 
     def named_prefix(self, request: Request) -> list[tuple[BlockName, int]]:
@@ -141,8 +141,7 @@ class KVCacheManager:
     def adopt(self, names: Sequence[BlockName]) -> tuple[list[BlockName], list[int]]:
         """Allocate free blocks for content from another engine, and add them to the prefix index as free blocks.
 
-        The caller writes the content before the next step. Returns the names that were not known, and their blocks:
-        the first ones, if there are too few free blocks for all.
+        The caller writes the content before the next step. Returns the first new names that fit, and their blocks.
         """
         pool = self.pool
         known = {name: block for name in names if (block := pool.find(name)) is not None}
@@ -155,7 +154,7 @@ class KVCacheManager:
         return new, blocks
 
     def may_share(self, request: Request, other: Request, num_tokens: int) -> bool:
-        """Whether `request` may share the KV of its first tokens with `other`. num_tokens: whole blocks."""
+        """Whether `request` and `other` may share the KV of their first `num_tokens` tokens, which are whole blocks."""
         if request.skips_prefix_cache or num_tokens > min(len(request.token_ids), len(other.token_ids)):
             return False
         index = num_tokens // self.block_size - 1
@@ -261,7 +260,7 @@ class KVCacheManager:
     def next_blocks(self, requests: Sequence[Request]) -> list[tuple[int, int, int, int]]:
         """Append one block in each kv_group to block tables that are full. Does nothing if too few blocks are free.
 
-        The same as `grow` by one token for each request, in bulk: every request gets there after block_size steps.
+        Same as `grow` by one token for each request, in bulk, because every request needs a block per block_size steps.
         Returns the changes of the block tables: (row, kv_group, index, block).
         """
         kv_groups, size = len(self.windows), self.block_size
@@ -283,7 +282,7 @@ class KVCacheManager:
         return updates
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Make room for `num_tokens` tokens in a request's block tables. Returns the new blocks, if any."""
+        """Grow a request's block tables to `num_tokens` tokens. Returns the new blocks, if any."""
         kv = request.kv
         missing = -(-(num_tokens - kv.num_slots) // self.block_size)
         if missing <= 0:
@@ -301,9 +300,8 @@ class KVCacheManager:
     def release_before_windows(self, request: Request) -> None:
         """Free the blocks that no later token sees. The caller does this once `release_at` tokens are computed.
 
-        The planned step still reads these blocks. Freeing them now is safe: a new owner writes in a later step, and
-        the device runs steps in order. The same holds for a request that finds such a block by its name: the step that
-        fills it runs first.
+        The planned step still reads these blocks. Freeing them now is safe, because the device runs steps in order. A
+        new owner writes in a later step. A request that finds such a block by name runs after the step that fills it.
         """
         self.index_computed(request)
         kv, runs = request.kv, []
@@ -335,8 +333,7 @@ class KVCacheManager:
 def _interleaved(runs: list[list[int]]) -> list[int]:
     """Blocks of several kv_groups as one list for `BlockPool.free`, which reuses the last ones first.
 
-    Sorted by distance from the ends of the runs, which are all at the same token. When part of a prefix is reused for
-    other requests, the same part is then left in every kv_group.
+    Sorted by distance from their common last token. A partly evicted prefix then keeps the same part in every kv_group.
     """
     if len(runs) == 1:
         return runs[0]

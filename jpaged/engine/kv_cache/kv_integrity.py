@@ -9,7 +9,7 @@ from jpaged.errors import EngineError
 
 
 def check_block_tables(pool: BlockPool, windows: SlidingWindows, running: Sequence[Request]) -> None:
-    """Raise EngineError unless the pool's reference counts are those of the running requests' block tables."""
+    """Raise EngineError unless the pool's reference counts match the running requests' block tables."""
     holds = [0] * pool.num_blocks
     for request in running:
         held = [block for table in request.kv.block_tables for block in table.held]

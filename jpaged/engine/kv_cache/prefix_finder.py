@@ -38,12 +38,11 @@ class PrefixFinder:
         self.no_prefix = Prefix(0, tuple([] for _ in windows.windows))
 
     def find(self, request: Request) -> Prefix:
-        """The longest prefix of the request's known tokens whose KV is there in all kv_groups.
+        """The longest prefix of the request's known tokens whose KV is cached in all kv_groups.
 
         A kv_group without a window needs all blocks of the prefix. A kv_group with a window needs the blocks that the
-        first token after the prefix sees. The prefix never covers all tokens: the last known token is always computed,
-        because the next token is sampled from it. Blocks of the host tier count if fetching them takes less time than
-        recomputing them.
+        first token after the prefix sees. The prefix never covers the last known token, because the next token is
+        sampled from it. Blocks of the host tier count if fetching them is faster than recomputing them.
         """
         if request.skips_prefix_cache:
             return self.no_prefix
@@ -87,10 +86,10 @@ class PrefixFinder:
         return Prefix(length, tuple(tails), on_host)
 
     def _find_windows(self, request: Request, length: int, tails: list[list[int]], find: FindBlock) -> int:
-        """Length of the longest prefix, at most `length`, whose last window of blocks is there; appends to `tails`.
+        """Length of the longest prefix, at most `length`, whose last window of blocks is cached; fills `tails`.
 
         Searches backwards and looks each block up once. A missing block rules out every prefix whose window needs it.
-        Those are all prefixes that end after the block and have not been ruled out yet.
+        These are all prefixes that end after the block and are still possible.
         """
         windows = self._windows
         found: dict[tuple[int, int], int] = {}

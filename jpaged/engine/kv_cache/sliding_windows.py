@@ -1,4 +1,4 @@
-"""Which blocks of a kv_group the next token still sees. Blocks before those are freed."""
+"""Finds the blocks of a kv_group that the next token still sees. Earlier blocks are freed."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Shows an engine: statistics, distributions for /metrics, snapshots, and the log of steps."""
+"""Describes an engine: statistics, histograms for /metrics, snapshots, and the log of steps."""

@@ -1,7 +1,7 @@
-"""Collects the distributions that `/metrics` shows.
+"""Collects the histograms that `/metrics` shows.
 
-The engine's thread notes facts here once per step and once per request. Rows that got their last token in the same step
-are observed together (`benchmarks/host_overhead.py` has the cost).
+The engine's thread reports each step and each request here. Rows that got their last token in the same step are
+observed together (`benchmarks/host_overhead.py` has the cost).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class AnswerEnd:
 
 
 class EngineMetrics:
-    """Distributions since the start or the last reset. The engine's thread writes; any thread may take a snapshot."""
+    """Histograms since the start or the last reset. The engine's thread writes; any thread may take a snapshot."""
 
     def __init__(self, max_model_len: int, phases: PhaseSeconds):
         """max_model_len: upper bound for numbers of tokens. phases: the engine and its pipeline add to it."""
@@ -46,22 +46,22 @@ class EngineMetrics:
         self._requests = RequestHistograms.empty(max_model_len)
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
-        self._taken: list[Request] = []  # requests that got a token in the last step that had any
-        self._taken_time = 0.0           # when it arrived
+        self._taken: list[Request] = []  # requests of the last step that had tokens
+        self._taken_time = 0.0           # when these tokens arrived
         self._step_seconds = {kind: Histogram(STEP_BOUNDS) for kind in STEP_KINDS}
         self._prefix_hit_requests = 0
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step was collected. seconds: its time on the device."""
+        """Count a collected step. seconds: its time on the device."""
         num_prompt = len(plan.prompt_tokens)
         kind = DECODE if not num_prompt else MIXED if plan.num_decodes else PREFILL
         self._step_tokens.observe(plan.num_decodes + num_prompt)
         self._step_seconds[kind].observe(seconds)
 
     def note_tokens(self, now: float, requests: list["Request"]) -> None:
-        """A step's tokens have arrived, one for each of these requests. now: seconds of `time.monotonic()`.
+        """Count a step's tokens, one for each of these requests. now: their arrival, in seconds of `time.monotonic()`.
 
-        `last_token_time` of these requests is set later, when a step has other requests.
+        Sets `last_token_time` of these requests only when a later step has other requests.
         """
         latency, before_all = self._requests.inter_token_latency, self._taken_time
         self._taken_time = now
@@ -81,7 +81,7 @@ class EngineMetrics:
                 self._requests.time_to_first_token.observe(now - request.metrics.arrival_time)
 
     def note_end(self, request_group: "RequestGroup", ends: Sequence[AnswerEnd]) -> None:
-        """A request group has ended. ends: of its answers."""
+        """Count a request group that has ended. ends: of its answers."""
         metrics, params, to = request_group.metrics, request_group.params, self._requests
         for end in ends:
             self._finished[end.finish_reason] += 1
@@ -114,7 +114,7 @@ class EngineMetrics:
             to.time_per_output_token.observe((last - first) / (max(lengths) - 1))
 
     def note_lost(self, count: int) -> None:
-        """`count` request groups were dropped without an output, because the engine started over."""
+        """Count request groups that were dropped without an output, because the engine started over."""
         self._finished["abort"] += count
 
     def reset(self) -> None:
@@ -131,7 +131,7 @@ class EngineMetrics:
         self, scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters, *, enable_prefix_caching: bool,
         asleep: frozenset[str],
     ) -> EngineMetricsSnapshot:  # fmt: skip
-        """All figures at this moment. asleep: as in `EngineMetricsSnapshot`."""
+        """All metrics now. asleep: as in `EngineMetricsSnapshot`."""
         manager, events = scheduler.manager, scheduler.counters
         allocated = manager.num_held * manager.block_size
         longest = -(-runner.max_model_len // manager.block_size) * manager.block_size

@@ -1,4 +1,4 @@
-"""Figures of one engine, collected from its parts, and the totals of several engines."""
+"""Statistics of one engine, collected from its parts, and totals of several engines."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class EngineCounters:
 
 
 def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters) -> EngineStats:
-    """The figures at this moment."""
+    """The statistics now."""
     manager, events = scheduler.manager, scheduler.counters
     pool = manager.pool
     return EngineStats(
@@ -62,7 +62,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCou
 
 
 def total_stats(each: Sequence[EngineStats]) -> EngineStats:
-    """The figures of several engines together. The peak is the sum of their peaks, which may be of different times."""
+    """Totals of several engines. The peak is the sum of their peaks, which may have been at different times."""
     if len(each) == 1:
         return each[0]
     names = [field.name for field in dataclasses.fields(EngineStats)]

@@ -1,7 +1,7 @@
 """A snapshot of the engine: copied between two steps, described afterwards.
 
-1. `capture` copies a few lists. The engine stands still meanwhile.
-2. `EngineCapture.snapshot` makes the description from the copies, on any thread. It takes about 30 times as long
+1. `capture` copies a few lists, while the engine waits.
+2. `EngineCapture.snapshot` describes the copies, on any thread. It takes about 30 times as long
    (`benchmarks/host_overhead.py`).
 """
 
@@ -29,7 +29,7 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineCapture:
-    """Copies of block states, block tables and request states. Nothing changes them any more."""
+    """Copies of block states, block tables and request states. Nothing changes them."""
 
     step: int
     block_size: int

@@ -21,15 +21,12 @@ class AnswerText:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._length = 0  # characters so far, including held-back ones
-        self._new: list[str] = []  # joined on demand: appending to a long string would copy it for every token
+        self._new: list[str] = []  # joined on demand, because appending to a string copies it for every token
         self._whole = ""
         self._ended = False
 
     def add(self, token_id: int) -> str | None:
-        """Append a token. Returns the stop string that it completes, or None.
-
-        No stop string ends the answer within its first `min_tokens` tokens.
-        """
+        """Append a token. Returns the stop string that it completes; None if there is none, or within `min_tokens`."""
         if self._plain:
             piece = self._detokenizer.add(token_id)
             if piece:
@@ -45,10 +42,7 @@ class AnswerText:
             self.offsets.append(self._length + self._detokenizer.offset_of_next(token_id))
 
     def end(self) -> str | None:
-        """End the answer and release held-back text. Returns the stop string that this completes, or None.
-
-        Calling it again does nothing.
-        """
+        """End the answer, unless it has ended, and flush held-back text. Returns the stop string completed, or None."""
         if self._ended:
             return None
         self._ended = True

@@ -1,8 +1,8 @@
 """Appends tokens to the output of a request: text, stop checks, log-probabilities.
 
 Called by: the strategies, for each token.
-Owns: nothing: it writes `Request.output` and appends to `Request.token_ids`.
-Never: ends a request: it returns the end state.
+Owns: nothing. It writes `Request.output` and appends to `Request.token_ids`.
+Never: ends a request. It returns the end state.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class AnswerWriter:
     """Writes `Request.output` and appends to `Request.token_ids`. One object serves all requests."""
 
     def __init__(self, tokenizer: Any = None):
-        """tokenizer: None: answers have no text."""
+        """tokenizer: None means that answers have no text."""
         self._decoder: TextDecoder | None = None if tokenizer is None else text_decoder(tokenizer)
 
     def new_text(self, params: SamplingParams, prompt: Sequence[int]) -> AnswerText | None:
@@ -36,12 +36,10 @@ class AnswerWriter:
         return AnswerText(detokenizer, params)
 
     def append(self, request: Request, token_id: int, now: float) -> RequestStatus | None:
-        """Append a token, sampled or forced. Returns the end state if the token ends the request.
+        """Append a sampled or forced token. now: `time.monotonic()`. Returns the end state if it ends the request.
 
         A token that stops the request is part of its token ids, and of its text only with include_stop_str_in_output.
         A stop string takes precedence over a stop token, and both take precedence over the length limit.
-
-        now: seconds of `time.monotonic()`.
         """
         token_ids, output, metrics = request.token_ids, request.output, request.metrics
         token_ids.append(token_id)
@@ -81,7 +79,7 @@ class AnswerWriter:
     def append_logprobs(self, request: Request, token_id: int, result: StepResult, index: int) -> None:
         """Append the log-probabilities of the token that row `index` of a step sampled."""
         if result.logprobs is None or result.ranks is None or result.top_ids is None or result.top_logprobs is None:
-            raise EngineError(f"request {request.request_id} needs log-probabilities, the step returned none")
+            raise EngineError(f"request {request.request_id} needs log-probabilities, but the step returned none")
         output = request.output
         sampled = float(result.logprobs[index])
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sampled
@@ -91,12 +89,12 @@ class AnswerWriter:
         top_ids, top_logprobs = result.top_ids[index, :count].tolist(), result.top_logprobs[index, :count].tolist()
         rank = int(result.ranks[index])
         entries = self.entries(request.params, token_id, sampled, rank, top_ids, top_logprobs)
-        if request.params.logprob_token_ids:  # the places of the ids are not their ranks
+        if request.params.logprob_token_ids:  # the order of the ids is not their rank
             entries = {each: entry if each == token_id else entry.without_rank() for each, entry in entries.items()}
         output.logprobs.append(entries)
 
     def append_prompt_logprobs(self, request: Request, scores: Scores, entries: slice) -> None:
-        """Append the log-probabilities of the next prompt tokens: these entries of the step's scores."""
+        """Append the log-probabilities of the next prompt tokens. entries: their indices in the step's scores."""
         prompt_logprobs = request.output.prompt_logprobs
         if prompt_logprobs is None:
             raise EngineError(f"request {request.request_id} did not ask for prompt_logprobs")

@@ -1,12 +1,12 @@
-"""Results of steps in, outputs of request groups out.
+"""Turns the results of steps into outputs of request groups.
 
-Called by: `Engine`: `process` with the result of an earlier step; `add`, `end` and failures.
+Called by: `Engine`, for new requests, collected steps, aborts and failed steps.
 Owns: the live request groups.
 Never: lets the error of one request end another.
 
 1. `add` registers a request group, and lets its strategy begin.
-2. `process` hands the result of every row to its request group's strategy. It ends requests, and returns the
-   outputs of request groups that ended or that stream a new token.
+2. `process` hands each row's result to the strategy of its request group, and ends requests. It returns outputs of
+   request groups that ended, or that stream a new token.
 3. `late_masks` computes masks that depend on the tokens of the step just processed.
 """
 
@@ -29,7 +29,7 @@ class OutputProcessor:
     """Owns the live request groups."""
 
     def __init__(self, context: StrategyContext, metrics: EngineMetrics | None = None):
-        """metrics: receives the times of tokens and the ends of requests; None: these are not collected."""
+        """metrics: receives times of tokens and ends of requests; None: they are not collected."""
         self.request_groups: dict[str, RequestGroup] = {}  # by request id
         self._context = context
         self._scheduler = context.scheduler
@@ -37,12 +37,12 @@ class OutputProcessor:
         self._metrics = metrics
 
     def add(self, request_group: RequestGroup) -> None:
-        """Register a request group and begin. Raises what the compiler of its grammar raises."""
+        """Register a request group and let it begin. Raises the grammar compiler's error."""
         request_group.strategy.begin(request_group, self._context)
         self.request_groups[request_group.request_id] = request_group
 
     def process(self, collected: CollectedStep) -> list[Output]:
-        """Outputs of the request groups that ended with this step, or that stream a new token."""
+        """Return outputs of the request groups that ended with this step, or that stream a new token."""
         request_groups = self.request_groups
         taken = []  # requests that have a new token
         news: dict[RequestGroup, None] = dict.fromkeys(self._take_scores(collected))  # an ordered set
@@ -72,10 +72,9 @@ class OutputProcessor:
         return outputs
 
     def late_masks(self, step: ScheduledStep) -> tuple[list[RowMask], list[Output]]:
-        """Masks for a dispatched step. The tokens that they depend on have arrived now.
+        """Masks for a dispatched step, now that the tokens that they depend on have arrived.
 
-        Also returns the final outputs of request groups that end here, because their grammar allows no token or takes
-        too much time.
+        Also returns final outputs of request groups that end because their grammar allows no token or is too slow.
         """
         masks, ended = [], []
         for request, samples in zip(step.requests, step.plan.samples.tolist(), strict=True):
@@ -98,10 +97,7 @@ class OutputProcessor:
         return self._final_output(request_group)
 
     def fail_touched(self) -> tuple[str, ...]:
-        """End all request groups that a failed step may have affected. Returns their ids.
-
-        These are the request groups with a running request, or with tokens in flight.
-        """
+        """End request groups that run or have tokens in flight: a failed step may affect them. Returns their ids."""
         touched = [
             request_group
             for request_group in self.request_groups.values()
@@ -128,7 +124,7 @@ class OutputProcessor:
             raise EngineError(f"{len(known)} requests are scheduled, {len(live)} live")
 
     def _take_scores(self, collected: CollectedStep) -> list[RequestGroup]:
-        """Give a step's results of prompt tokens to the requests that want them. Returns request groups that failed."""
+        """Hand scores of prompt tokens to the requests that asked for them. Returns request groups that failed."""
         first, failed = 0, []
         for request, count in collected.step.scored:
             if not request.schedule.status.is_end:
@@ -147,7 +143,7 @@ class OutputProcessor:
             self._scheduler.finish(request, status)
 
     def _final_output(self, request_group: RequestGroup) -> Output:
-        """The last output of a request group that has ended. The processor forgets the group."""
+        """Return the last output of a request group that has ended, and forget the group."""
         del self.request_groups[request_group.request_id]
         self._counters.finished_requests += 1
         request_group.metrics.finished_time = time.monotonic()

@@ -22,15 +22,15 @@ class EncodedReasoningTags:
 class ReasoningBudget:
     """Follows one answer. Only text at the beginning of an answer can be reasoning.
 
-    budget: most reasoning tokens, tags not counted; 0 ends the reasoning at once.
+    budget: maximum number of reasoning tokens, without tags; 0 ends the reasoning at once.
     opened: the prompt has the start tag.
     """
 
     def __init__(self, tags: EncodedReasoningTags, budget: int, *, opened: bool):
         self._tags = tags
         self._left = budget
-        self._recent: tuple[int, ...] = ()  # last tokens, which may be the beginning of the end tag
-        self._text = b""                    # end of the answer's text, which may be the beginning of a tag
+        self._recent: tuple[int, ...] = ()  # last tokens, which may begin the end tag
+        self._text = b""                    # end of the answer's text, which may begin a tag
         self._in_reasoning = opened
         self._ended = False
         self._written = 0  # number of end-tag tokens at the end of the answer
@@ -63,7 +63,7 @@ class ReasoningBudget:
         self._written = _overlap(self._recent, self._tags.end_ids)
         self._look_for_end()
         if not self._ended:
-            # Tokens that seemed to begin the end tag, and did not, count as reasoning now.
+            # Tokens that turn out not to begin the end tag count as reasoning now.
             self._left -= before + 1 - self._written
 
     def _look_for_end(self) -> None:
@@ -75,6 +75,6 @@ class ReasoningBudget:
 
 
 def _overlap(recent: tuple[int, ...], tag: tuple[int, ...]) -> int:
-    """Length of the longest end of `recent` that is a beginning of `tag`."""
+    """Length of the longest suffix of `recent` that is a prefix of `tag`."""
     counts = range(min(len(tag), len(recent)), 0, -1)
     return next((count for count in counts if recent[-count:] == tag[:count]), 0)

@@ -1,8 +1,8 @@
 """Finds stop strings in text that arrives in pieces.
 
 Each set of stop strings has one Aho-Corasick automaton. It reads each character once, for any number of strings and any
-split into pieces. Its state gives the longest end of the text that may begin a stop string. Exactly this end is held
-back: with the stop string `</stop>`, the last three characters of `a b</s`.
+split into pieces. Its state gives the longest suffix of the text that may begin a stop string. Exactly this suffix is
+held back: with the stop string `</stop>`, the last three characters of `a b</s`.
 
 The string that is complete first ends the text, so the result does not depend on the split. If two are complete at the
 same character, the first in the list counts, as in vLLM. The text is cut before the stop string, or after it with
@@ -80,10 +80,7 @@ class StopText:
         self.stop: str | None = None
 
     def add(self, piece: str, *, ends: bool = True) -> str:
-        """Append a piece and return the text that is certain.
-
-        ends: a stop string that is complete within this piece ends the text.
-        """
+        """Append a piece and return the text that is certain. ends: whether stop strings end the text in this piece."""
         automaton = self._automaton
         if self.stop is not None or (not self._state and automaton.firsts.isdisjoint(piece)):
             return "" if self.stop is not None else piece

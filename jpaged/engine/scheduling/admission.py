@@ -10,7 +10,7 @@ from jpaged.errors import CapacityError, RequestError
 
 
 class QueueFull(CapacityError):
-    """A limit of the waiting queue is reached. limit: its option."""
+    """A limit of the waiting queue is reached. limit: name of the option that sets it."""
 
     def __init__(self, limit: str, message: str):
         super().__init__(message)
@@ -56,14 +56,13 @@ class AdmissionControl:
         self._left_waiting = 0  # requests that the last step had no room for
 
     def note_scheduled(self) -> None:
-        """A step was scheduled. Requests that still wait found no room."""
+        """Note that a step was scheduled. Requests that still wait found no room."""
         self._left_waiting = len(self._scheduler.waiting)
 
     def check_capacity(self, request_group: RequestGroup) -> None:
         """Raise CapacityError if the waiting queue is full. For requests that arrive one by one, not for batches.
 
-        If no request waited after the last step, new arrivals take the free rows first. Only the rest count towards the
-        limits.
+        If the last step left no request waiting, arrivals take free rows first. Only the rest count towards the limits.
         """
         self.check_length(self.queue_length(), len(request_group.prompt_token_ids))
 
@@ -73,7 +72,7 @@ class AdmissionControl:
         return self._options.max_queued_requests is not None or self._options.max_queued_tokens is not None
 
     def queue_length(self) -> QueueLength:
-        """The length of the queue now. Takes time that grows with the queue."""
+        """The length of the queue now, in time that grows with the queue."""
         waiting = self._scheduler.waiting
         free_rows = 0 if self._left_waiting else self._max_num_seqs - len(self._scheduler.running)
         if len(waiting) < free_rows:
@@ -100,10 +99,7 @@ class AdmissionControl:
             raise
 
     def check_fits(self, request_group: RequestGroup) -> None:
-        """Raise RequestError if the answers of a request group do not fit into the KV pool at the same time.
-
-        They would preempt each other all the time.
-        """
+        """Raise RequestError if a group's answers do not fit into the KV pool. They would preempt each other."""
         count, manager, strategy = len(request_group.requests), self._scheduler.manager, request_group.strategy
         if count == 1 or (request_group.params.max_tokens is None and not strategy.runs_all_at_once):
             return

@@ -1,7 +1,7 @@
 """Step 1 of scheduling: every request whose last token was sampled advances by that token.
 
 Called by: `Scheduler.schedule`, before any prompt gets a token; the plan builder, for a row that begins to decode.
-Owns: the rule for `next_boundary`: the step in which a decode needs more than a counter.
+Owns: the rule for `next_boundary`, the length at which a decode needs more than a counter.
 Never: delays a decode for a prompt.
 
 Nearly all decodes are plain: the token fits into the request's last block, so nothing changes but counters. A request
@@ -50,7 +50,7 @@ class DecodeScheduler:
             self._schedule_boundary(boundary, selection)
 
     def note_sampled(self, request: Request) -> None:
-        """The step being planned samples a token for this request."""
+        """Note that the step being planned samples a token for this request."""
         schedule = request.schedule
         schedule.num_in_flight += 1
         schedule.micro_batch = self._turn
@@ -74,7 +74,7 @@ class DecodeScheduler:
     def _next_micro_batch(self) -> list[Request]:
         """Requests of the next turn, in the policy's order: a micro-batch, and all requests that do not decode.
 
-        A micro-batch that is larger than its share passes the rest on to the next turn. So all become equally large.
+        A micro-batch larger than its share passes the rest on to the next turn, so that all become equally large.
         """
         self._turn = turn = (self._turn + 1) % self._num_stages
         running, following = self._running.requests, (turn + 1) % self._num_stages

@@ -39,7 +39,7 @@ class Forks:
         parent.schedule.followers.remove(follower)
         headroom = (len(self._running.requests) + 1) * self._manager.num_kv_groups
         self._waiting.rank(follower)
-        # The row and the blocks belong to a waiting request that comes before the follower.
+        # A waiting request that comes before the follower gets the row and the blocks first.
         passes = bool(self._waiting) and self._waiting.head().schedule.rank < follower.schedule.rank
         if passes or not self._running.free_rows or self._manager.pool.num_free < headroom:
             self._manager.inherit_names(follower, parent)

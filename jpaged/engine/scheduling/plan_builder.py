@@ -28,10 +28,10 @@ from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerSta
 from jpaged.engine.scheduling.step_selection import StepSelection
 from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan
 
-# A larger penalty makes logits infinite, at any temperature. A smaller one does the same to their quotients.
+# A larger penalty makes logits infinite, at any temperature. So does a penalty below the inverse of this.
 MAX_REPETITION_PENALTY = 1e25
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
-# Most steps need these. Each takes 1 us to make.
+# Most steps need these. Each takes 1 us to create.
 _NOTHING = np.zeros(0, np.int32)
 _NO_MOVES = np.zeros((0, 3), np.int32)
 _NO_UPDATES = np.zeros((0, 4), np.int32)
@@ -42,7 +42,7 @@ _NOTHING_SCORED = np.zeros((0, 2), np.int32)
 class _PromptRows:
     """The rows after the decodes, while the plan is built."""
 
-    first: int                # number of decodes: index of the first of these rows
+    first: int                # index of the first of these rows: the number of decodes
     sampler: SamplerVariant = SamplerVariant.GREEDY
     requests: list[Request] = dataclasses.field(default_factory=list)
     rows: list[int] = dataclasses.field(default_factory=list)
@@ -80,7 +80,7 @@ class PlanBuilder:
         self._trues = np.ones(state.limits.max_num_seqs, bool)
 
     def build(self, selection: StepSelection) -> ScheduledStep:
-        """The plan of a selection."""
+        """Build the plan of a selection."""
         requests, count = selection.decodes, len(selection.decodes)
         rows = [request.schedule.row for request in requests]
         self._manager.num_empty -= count
@@ -156,7 +156,7 @@ class PlanBuilder:
     def _masks(
         self, requests: Sequence[Request], num_decodes: int, samples: Sequence[bool]
     ) -> tuple[tuple[RowMask, ...], bool]:
-        """Masks that change with the number of tokens; and whether further masks depend on tokens in flight.
+        """Masks that change because `min_tokens` is reached, and whether the step waits for other masks.
 
         samples: of the rows after the decodes.
         """
@@ -220,7 +220,7 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
 
 
 def _score(rows: _PromptRows, request: Request, num_tokens: int) -> None:
-    """Add the tokens of a chunk whose vectors are requested, or log-probabilities: those by the token before."""
+    """Add a chunk's tokens to `scored`. Log-probabilities need the token after each, vectors the token itself."""
     schedule, prompt = request.schedule, request.prompt_token_ids
     ahead = 0 if request.pools_tokens else 1
     first = schedule.num_computed

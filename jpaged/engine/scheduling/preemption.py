@@ -14,10 +14,10 @@ class Preemption:
 
     There are three causes:
 
-    - No block is free (`grow`). The `victim` is the last request in the policy's order, but the oldest request only if
-      it is alone. Alone it always fits, so the engine always makes progress.
+    - No block is free (`grow`). The `victim` is the last request in the policy's order. It is the oldest request only
+      if that is alone. Alone it always fits, so the engine always makes progress.
     - The request outgrows the short rope of a longrope model. It is preempted itself, and recomputes its KV.
-    - All running requests are beams on hold, and one of their search waits for blocks (`preempt_last`).
+    - All running requests are beams on hold, and another beam of their search waits for blocks (`preempt_last`).
     """
 
     def __init__(self, state: SchedulerState):
@@ -27,9 +27,9 @@ class Preemption:
         self._counters = state.counters
 
     def grow(self, request: Request, done: int, count: int, selection: StepSelection) -> int:
-        """Make room for up to `count` tokens after the first `done`; preempts requests if necessary.
+        """Allocate blocks for up to `count` tokens after the first `done`. Preempts requests if necessary.
 
-        Returns the number of tokens that there is room for, at least 1; or 0 if the request itself was preempted.
+        Returns the number of tokens that have room, at least 1; or 0 if the request itself was preempted.
         """
         manager, kv = self._manager, request.kv
         while (reach := manager.slots_within_reach(request)) <= done:
@@ -40,7 +40,7 @@ class Preemption:
         count = min(count, reach - done)
         changes = manager.unshare_tail(request) if kv.tail_shared else []
         first = kv.num_slots // manager.block_size
-        row_is_new = request.schedule.row_is_new  # then the device gets the whole block tables, not the changes
+        row_is_new = request.schedule.row_is_new  # then the device gets whole block tables, not changes
         if manager.grow(request, done + count) and not row_is_new:
             for kv_group, table in enumerate(kv.block_tables):
                 changes += [(kv_group, index, block) for index, block in enumerate(table.blocks[first:], first)]
@@ -49,7 +49,7 @@ class Preemption:
         return count
 
     def victim(self) -> Request:
-        """The request to preempt next: the last in the policy's order, but the oldest request only if it is alone."""
+        """The request to preempt next: the last in the policy's order, and the oldest request only if it is alone."""
         *others, last = self._running.requests
         if others and last is min(self._running.requests, key=lambda request: request.arrival):
             return others[-1]

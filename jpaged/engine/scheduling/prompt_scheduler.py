@@ -4,11 +4,12 @@ Called by: `Scheduler.schedule`, after the decodes.
 Owns: the order in which prompts get the rest of the token budget.
 Never: preempts a decode for a prompt that waits.
 
-Short prompts do not wait for long ones. A prompt is long if one step cannot compute all of it. At most
-`max_num_partial_prefills` long prompts are computed at a time, so that the next one finds the prefix that both share in
-the prefix index. A waiting request does not start either while a long prompt computes tokens that both share. While
-other requests wait, long prompts leave them a quarter of the token budget. A short prompt may also pass a long one in
-the waiting queue, if it takes neither the row nor the blocks that the long one needs.
+Short prompts do not wait for long ones. A prompt is long if one step cannot compute all of it.
+
+- At most `max_num_partial_prefills` long prompts are computed at a time. The next one then finds a shared prefix in the
+  prefix index. For the same reason, a request waits while a long prompt computes tokens that both share.
+- While other prompts wait or are being computed, long prompts leave them a quarter of the token budget.
+- A short prompt may pass a long one in the waiting queue, if it takes neither its row nor its blocks.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.scheduler_state import SchedulerState
 from jpaged.engine.scheduling.step_selection import StepSelection
 
-# Steps after which a request that failed to start looks for its prefix again, even with no more free blocks: the prefix
-# may have grown. Looking up 40,000 cached tokens takes 3 ms.
+# After this many steps, a request that failed to start looks up its prefix again, even if no more blocks are free: the
+# prefix may have grown. Looking up 40,000 cached tokens takes 3 ms.
 RETRY_STEPS = 16
 SHORT_PROMPT_SHARE = 4   # long prompts leave 1 / SHORT_PROMPT_SHARE of the token budget to other requests
 MAX_LOOKAHEAD = 32       # waiting requests after a long one that are searched for short prompts
@@ -74,7 +75,7 @@ class PromptScheduler:
                 self._manager.index_computed(request, selection.end(request))
 
     def _use_up_budget(self, long: list[Request], selection: StepSelection) -> None:
-        """Give the token budget that is left to the long prompts."""
+        """Give the rest of the token budget to the long prompts."""
         for request in long:
             if request in selection.chunks:
                 done = selection.end(request)
@@ -135,9 +136,8 @@ class PromptScheduler:
     def _startable(self, request: Request, selection: StepSelection, reserved: int) -> Prefix | None:
         """The prefix that a waiting request can start with; None while it cannot start.
 
-        A request starts only if all its known tokens fit into the free blocks. Not counted as free are blocks that
-        running prompts still need, one block per kv_group for each running request, and `reserved` blocks. Otherwise
-        the request would soon be preempted, and its prompt computed for nothing.
+        All its known tokens must fit into the free blocks, or it would soon be preempted and recomputed. Not counted as
+        free are blocks that running prompts need, one block per kv_group and running request, and `reserved` blocks.
         """
         manager, schedule = self._manager, request.schedule
         if schedule.num_in_flight:

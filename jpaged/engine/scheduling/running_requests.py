@@ -10,7 +10,7 @@ from jpaged.engine.scheduling.waiting_queue import WaitingQueue
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError
 
-_rank = attrgetter("schedule.rank")  # as the key of a sorted list faster than a function
+_rank = attrgetter("schedule.rank")  # as a sort key faster than a function
 
 
 class RunningRequests:
@@ -46,19 +46,19 @@ class RunningRequests:
         schedule.num_computed = 0
 
     def start_decoding(self, request: Request) -> None:
-        """From now on the request's last token is in the device's request table."""
+        """Note that the request's last token is in the device's request table from now on."""
         request.schedule.decoding = True
         self._num_decoding[request.sampler] += 1
 
     def stop_decoding(self, request: Request) -> None:
-        """The request continues with known tokens, or leaves its row."""
+        """Note that the request continues with known tokens, or leaves its row."""
         if request.schedule.decoding:
             request.schedule.decoding = False
             request.schedule.next_boundary = 0
             self._num_decoding[request.sampler] -= 1
 
     def sampler_for(self, decodes: Sequence[Request]) -> SamplerVariant:
-        """The smallest sampler that supports these decodes. Looks at each of them only if they may differ."""
+        """The smallest sampler that supports these decodes. Reads each request only if they may differ."""
         variants = [variant for variant in SamplerVariant if self._num_decoding[variant]]
         if len(variants) == 1 and decodes:
             return variants[0]

@@ -4,8 +4,8 @@ Called by: `Engine` once a step (`schedule`); strategies add requests, the outpu
 Owns: the queues, the rows, and the status and progress of every request.
 Never: reads tokens, or touches the device.
 
-There is no prefill phase and no decode phase. A request has tokens whose KV is missing, and each step computes some of
-them within a token budget. One call of `schedule`:
+There is no prefill phase and no decode phase. Each step computes some of the tokens whose KV is missing, within a token
+budget. One call of `schedule`:
 
 1. Decodes: every running request whose last token was sampled advances by that token (`decode_scheduler`).
 2. Prompts: a running request with known tokens to compute gets a chunk within the budget (`prompt_scheduler`).
@@ -13,17 +13,16 @@ them within a token budget. One call of `schedule`:
 4. The selection becomes a plan (`plan_builder`). Prompt tokens count as computed from here on, decodes since
    step 1. A follower forks from the first request of its group when the plan finishes the prompt (`forks`).
 
-If a running request finds no free block in steps 1 and 2, the last running request in the policy's order is preempted,
-but the oldest only if it is alone (`preemption`). A waiting request that finds no room in step 3 keeps waiting. Decodes
-never wait for prompts: they have their tokens first. `target_step_ms` limits the prompt tokens that a step adds to them
-(`step_pace`).
+If no block is free in steps 1 and 2, the last running request in the policy's order is preempted, and the oldest only
+if it is alone (`preemption`). A waiting request that finds no room in step 3 keeps waiting. Decodes never wait for
+prompts, because they come first. `target_step_ms` limits the prompt tokens of a step (`step_pace`).
 
 If the rope of a model depends on the sequence length (longrope), a sequence that grows beyond `longrope_switch_len`
 needs other KV. The request is preempted there, and recomputes all its tokens.
 
-A plan is made before the tokens of the step before it are known. A decode's token is in the device's request table, and
+A plan is made before the previous step's tokens are known. A decode's token is in the device's request table, and
 `num_in_flight` counts the tokens that have not reached the host. Only a beam's token must be known, because the host
-chooses it. With pipeline stages several steps are in flight, but at most one with a token of the same request
+chooses it. With pipeline stages several steps are in flight, but at most one samples for the same request
 (`decode_scheduler`).
 """
 
@@ -49,10 +48,7 @@ from jpaged.errors import EngineError
 
 
 class Scheduler:
-    """Owns the waiting queue, the running requests, their rows and, through the KV cache manager, their blocks.
-
-    The scheduler and its parts are the only writers of `Request.schedule`.
-    """
+    """Owns the waiting and the running requests. Only the scheduler and its parts write `Request.schedule`."""
 
     def __init__(
         self,
@@ -63,7 +59,7 @@ class Scheduler:
         counters: SchedulerCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """counters: are continued; None: start at 0. clock: seconds, the clock of the requests' arrival times."""
+        """counters: to continue; None: new ones. clock: returns seconds; arrival times must use the same clock."""
         if limits.max_num_batched_tokens < limits.max_num_seqs:
             raise EngineError(
                 f"max_num_batched_tokens={limits.max_num_batched_tokens} is less than max_num_seqs="
@@ -82,7 +78,7 @@ class Scheduler:
         self._prompts = PromptScheduler(state, self._preemption, clock)
         self._forks = Forks(state, self._decodes)
         self._builder = PlanBuilder(state, self._decodes, self._forks)
-        # The last steps, newest last: those that may be in flight when tokens arrive.
+        # Steps that may be in flight when tokens arrive, newest last.
         self._newest: collections.deque[ScheduledStep] = collections.deque(maxlen=limits.num_stages)
 
     @property
@@ -134,7 +130,7 @@ class Scheduler:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
-        """Decide the next step. None: there is nothing to compute until tokens in flight arrive."""
+        """Decide the next step. Returns None if nothing can be computed until tokens in flight arrive."""
         self.manager.pool.step += 1
         selection = StepSelection(self.limits.max_num_batched_tokens)
         self._decodes.schedule(selection)
@@ -165,19 +161,19 @@ class Scheduler:
                 yield index, request
 
     def note_arrived(self, requests: Sequence[Request]) -> None:
-        """The sampled token of each request has reached the host. `results` does this itself."""
+        """Note that the sampled token of each request has reached the host. `results` does this itself."""
         for request in requests:
             request.schedule.num_in_flight -= 1
 
     def discard_in_flight(self, request: Request) -> None:
-        """Let a request continue from known tokens: a sample that is in flight for it is dropped when it arrives."""
+        """Let a request continue from known tokens. Its sample in flight is dropped when it arrives."""
         if request.schedule.num_in_flight:
             next(step for step in reversed(self._newest) if request in step.requests).discarded.add(request)
             request.schedule.num_in_flight = 0
         self._rows.stop_decoding(request)
 
     def note_seconds(self, step: ScheduledStep, seconds: float) -> None:
-        """Learn from the time that a step took."""
+        """Use the time of a step to pace later ones."""
         self._pace.note(len(step.plan.prompt_tokens), seconds)
 
     def check_integrity(self) -> None:

@@ -19,10 +19,10 @@ class SchedulerLimits:
     vocab_size: int
     # A longer sequence needs KV computed with the rope of long sequences (longrope); None: the rope never switches.
     longrope_switch_len: int | None = None
-    num_stages: int = 1  # of the pipeline: as many micro-batches of decoding requests take turns
+    num_stages: int = 1  # pipeline stages, and micro-batches of decoding requests
 
     def must_switch_rope(self, request: Request, num_tokens: int) -> bool:
-        """Whether a request's KV is of short sequences, and too short for `num_tokens` tokens."""
+        """Whether a request's KV has the short rope, and `num_tokens` tokens need the long one."""
         limit = self.longrope_switch_len
         return limit is not None and num_tokens > limit >= request.kv.rope_len
 
@@ -76,5 +76,5 @@ class ScheduledStep:
     plan: StepPlan
     requests: tuple[Request, ...]                 # in the order of the plan's rows
     scored: tuple[tuple[Request, int], ...] = ()  # (request, number of entries in the plan's `scored`), in their order
-    # Requests whose sample of this step is dropped when it arrives: forced tokens have taken its position.
+    # Requests whose sample of this step is dropped when it arrives, because forced tokens took its position.
     discarded: set[Request] = dataclasses.field(default_factory=set)

@@ -6,13 +6,12 @@ SMOOTHING = 0.2  # weight of the latest step in the running averages
 class StepPace:
     """Keeps the time of a step under `target_seconds`, if its decodes alone leave room for that.
 
-    The model: a step takes the time of a step with decodes only, plus a constant time per prompt token. Both are
-    running averages. A step may always have `min_tokens` prompt tokens, because otherwise a prompt would
-    never end. It has no more until the time per prompt token is known.
+    Assumes that a step takes the time of its decodes, plus a constant time per prompt token. Both are running averages.
+    Every step may have `min_tokens` prompt tokens, so that prompts end; no more until the time per token is known.
     """
 
     def __init__(self, target_seconds: float | None, *, min_tokens: int):
-        """target_seconds: None: no limit."""
+        """target_seconds: None means no limit."""
         self._target = target_seconds
         self._min_tokens = min_tokens
         self._decodes: float | None = None    # seconds of a step without prompt tokens

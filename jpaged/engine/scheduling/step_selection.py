@@ -1,4 +1,4 @@
-"""Rows and tokens chosen for one step. Nothing is final until the plan is built: a preempted row can still leave it."""
+"""Rows and tokens chosen for one step. Preemption may remove rows until the plan is built."""
 
 from jpaged.engine.request import Request
 
@@ -9,7 +9,7 @@ class StepSelection:
     def __init__(self, budget: int):
         self.budget = budget                         # tokens that can still be added
         self.decodes: list[Request] = []             # compute their last sampled token; already counted as computed
-        self.boundary_decodes: list[Request] = []    # those of `decodes` that reached their next boundary
+        self.boundary_decodes: list[Request] = []    # the part of `decodes` that reached its next boundary
         self.chunks: dict[Request, int] = {}         # known tokens that each prompt row computes
         self.prompts: list[Request] = []             # running requests that do not decode
         self.block_updates: list[tuple[int, int, int, int]] = []  # (row, kv_group, index, block)

@@ -1,14 +1,13 @@
 """Requests that wait for a row, in the order of a scheduling policy.
 
-A policy gives each request a rank when it starts to wait, and when it gets a row. The lowest rank starts first; equal
-ranks start in order of arrival. All waiting requests age alike, so a rank never changes while a request waits, and the
-queue stays sorted:
+A policy ranks each request when it starts to wait, and when it gets a row. The lowest rank starts first; equal ranks
+start in order of arrival. A rank never changes while a request waits, so the queue stays sorted. The policies' ranks:
 
-fcfs:           first come, first served. The rank is the position in the order of arrival.
-priority:       arrival time + PRIORITY_SECONDS * `priority`. A request overtakes another one only if it arrives at most
-                PRIORITY_SECONDS times the difference of their priorities later.
+fcfs:           position in the order of arrival.
+priority:       arrival time + PRIORITY_SECONDS * `priority`. A request overtakes another one whose `priority` is N
+                higher, if it arrives at most N * PRIORITY_SECONDS later.
 shortest_first: arrival time + TOKEN_SECONDS per token that the request may still generate, by its max_tokens. A request
-                overtakes another one only if it arrives at most TOKEN_SECONDS times the difference of these later.
+                overtakes another one that may generate N more tokens, if it arrives at most N * TOKEN_SECONDS later.
 """
 
 from bisect import bisect_left, insort
@@ -18,7 +17,7 @@ from operator import attrgetter
 from jpaged.engine.request import Request
 
 PRIORITY_SECONDS = 60.0
-TOKEN_SECONDS = 0.05  # a request with 1,000 fewer tokens overtakes requests that have waited 50 s less
+TOKEN_SECONDS = 0.05  # a request with 1,000 fewer tokens overtakes requests that arrived up to 50 s earlier
 
 _rank = attrgetter("schedule.rank")
 
@@ -44,7 +43,7 @@ POLICIES: dict[str, Callable[[Request], float]] = {
 
 
 class WaitingQueue:
-    """A sorted list. The head leaves in constant time, and a request with the largest rank joins in constant time."""
+    """A sorted list. Removing the head and adding the largest rank take constant time."""
 
     def __init__(self, policy: str = "fcfs"):
         """policy: a name in POLICIES."""

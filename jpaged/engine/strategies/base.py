@@ -1,11 +1,12 @@
 """The interface of a strategy.
 
 1. `begin` hands the request group's first requests to the scheduler.
-2. `take` turns the result of one row into tokens, candidates or a vector, and counts the tokens. It returns the end
-   state if the row's request has ended. `take_scores` takes before what the step computed of prompt tokens.
-3. `output` builds the output of the request group so far.
+2. `take_scores` stores the prompt's log-probabilities or vectors from a collected step.
+3. `take` then turns the result of one row into tokens, candidates or a vector, and counts the tokens. It returns the
+   end state if the row's request has ended.
+4. `output` builds the output of the request group so far.
 
-The engine's loop treats all request groups alike. What differs between sampling, beam search and pooling is here.
+The engine's loop treats all request groups alike. The differences between sampling, beam search and pooling are here.
 """
 
 import abc
@@ -55,14 +56,14 @@ class StrategyContext:
 class Strategy(abc.ABC):
     """Turns the results of one request group's rows into its answer. One object per request group."""
 
-    runs_all_at_once: ClassVar[bool] = False  # the requests advance together: none can wait for another's blocks
+    runs_all_at_once: ClassVar[bool] = False  # the requests advance together, so all must fit into the KV pool
 
     context: StrategyContext  # set by `begin`
 
     def begin(self, request_group: "RequestGroup", context: StrategyContext) -> None:
         """Add the first requests to the scheduler. The others fork from the first one when the prompt is computed.
 
-        A strategy with a grammar waits for it here, and raises what its compiler raises.
+        A strategy with a grammar waits for it here, and raises the grammar compiler's error.
         """
         self.context = context
         context.scheduler.add(request_group.first, followers=request_group.requests[1:])
@@ -72,7 +73,7 @@ class Strategy(abc.ABC):
         """Process the result of row `index`. Returns the end state of the request if it has ended."""
 
     def take_scores(self, request: Request, result: StepResult, entries: slice) -> None:
-        """Append the log-probabilities of the next prompt tokens: these entries of the step's scores."""
+        """Append the log-probabilities of the next prompt tokens. entries: their indices in the step's scores."""
         if result.scores is None:
             raise EngineError(f"request {request.request_id}: the step returned no scores")
         self.context.writer.append_prompt_logprobs(request, result.scores, entries)
@@ -105,7 +106,7 @@ class Strategy(abc.ABC):
 
 
 def returned_ends(output: Output) -> list[AnswerEnd]:
-    """Ends of the answers of a final output. Without an answer, because it ended too early: one aborted answer."""
+    """Ends of the answers of a final output. Without an answer, it counts as one aborted answer."""
     answers = output.outputs if isinstance(output, RequestOutput) else []
     return [AnswerEnd(a.finish_reason or "abort", len(a.token_ids)) for a in answers] or [AnswerEnd("abort", 0)]
 

@@ -42,7 +42,7 @@ class BeamStrategy(Strategy):
     runs_all_at_once: ClassVar[bool] = True
 
     def __init__(self, search: BeamSearch, *, keep_candidates: bool):
-        """keep_candidates: of every step, for the log-probabilities of the answers."""
+        """keep_candidates: keep every step's candidates, for the log-probabilities of the answers."""
         self.search = search
         self._requests: list[Request] = []
         self._beams: list[Request] = []  # live beams, in the order of the search
@@ -58,13 +58,13 @@ class BeamStrategy(Strategy):
         context.scheduler.add(request_group.first)
 
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
-        """Store a beam's candidates. With the last beam's candidates the search advances."""
+        """Store a beam's candidates. When all live beams have returned candidates, advance the search."""
         result = collected.result
         if collected.token_ids[index] < 0:
             raise sampling_error(collected.token_ids[index], request.params)
         self.context.counters.generated_tokens += 1
         if result.top_ids is None or result.top_logprobs is None:
-            raise EngineError(f"request {request.request_id} is a beam, the step returned no log-probabilities")
+            raise EngineError(f"request {request.request_id} is a beam, but the step returned no log-probabilities")
         self._candidates[request] = (result.top_ids[index], result.top_logprobs[index])
         if len(self._candidates) < len(self._beams):
             return None
@@ -167,7 +167,7 @@ class BeamStrategy(Strategy):
         return text
 
     def _logprobs(self, params: SamplingParams, found: Hypothesis, count: int) -> list[dict[int, Logprob]]:
-        """Log-probabilities at each position: those of the beam whose candidate the token was."""
+        """Log-probabilities at each position, from the beam that proposed the token."""
         entries = []
         steps = zip(found.token_ids, found.logprobs, found.beam_indices, self._history or (), strict=False)
         for token_id, logprob, beam, (ids, values) in steps:

@@ -2,14 +2,13 @@
 
 One step:
 
-1. Every live beam returns its most likely next tokens. Each of them makes a candidate. The sum of a candidate is the
-   beam's sum of log-probabilities plus the log-probability of the token.
-2. Candidates among the `width` best that end become hypotheses. A candidate ends at an end token; at `max_new_tokens`
-   all candidates end. The score of a hypothesis is `sum / length ** length_penalty`, the end token counted. The `width`
-   best hypotheses are kept.
+1. Every live beam returns its most likely next tokens. Each makes a candidate. A candidate's sum is the beam's sum of
+   log-probabilities plus the token's log-probability.
+2. Candidates that end become hypotheses, if they are among the `width` best. A candidate ends at an end token, and at
+   `max_new_tokens`. The `width` best hypotheses are kept. Their score is `sum / length ** length_penalty`, where the
+   length counts the end token.
 3. The `width` best candidates that do not end are the live beams after the step.
-4. The search is over at `max_new_tokens`. Before that, it may be over once there are `width` hypotheses, as
-   `early_stopping` says:
+4. The search is over at `max_new_tokens`. With `width` hypotheses it may be over earlier, depending on early_stopping:
    - True: at once.
    - False: when the best live beam, scored at its present length, is not better than the worst hypothesis.
    - "never": the same, but if `length_penalty` rewards length, the beam is scored at the longest length it could reach.
@@ -34,7 +33,7 @@ import numpy as np
 
 from jpaged.errors import EngineError, RequestError
 
-MAX_PENALTY = 1e30  # of length ** |length_penalty|: float32 ends at 3e38, and a sum of log-probabilities multiplies it
+MAX_PENALTY = 1e30  # of length ** |length_penalty|. Times a sum of log-probabilities it must stay in float32: 3e38
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class BeamSearch:
     """Beam search of one prompt. It begins with one live beam, the prompt itself.
 
     width:          number of beams, from 1; also the number of hypotheses that are kept.
-    max_new_tokens: most tokens of a hypothesis, from 1.
+    max_new_tokens: maximum number of tokens of a hypothesis, from 1.
     end_token_ids:  tokens that end a hypothesis.
     length_penalty: exponent of the length that a sum is divided by: positive rewards long hypotheses, 0 compares sums.
     early_stopping: True, False or "never"; see above. With width 1, "never" may look beyond the greedy answer.
@@ -109,9 +108,8 @@ class BeamSearch:
         token_ids: int[beams, candidates]      candidates per beam, in the order of the last call's result.
         logprobs:  float32[beams, candidates]  most likely first. A token at -inf or NaN is impossible.
 
-        There are at least `num_candidates` candidates per beam, or all tokens of the vocabulary. If all of them are
-        impossible, the search is over, and the beams stay as they are. Raises EngineError if the search is over
-        already, or if the shapes are wrong.
+        There are at least `num_candidates` candidates per beam, or all tokens of the vocabulary. If all are impossible,
+        the search is over and keeps its beams. Raises EngineError if it was over already, or for wrong shapes.
         """
         if self.is_over:
             raise EngineError("the beam search is over")
@@ -151,10 +149,7 @@ class BeamSearch:
         return [] if self.is_over else steps
 
     def best(self, n: int) -> list[Hypothesis]:
-        """The n best hypotheses by score, best first. Before the end, live beams at their present length count too.
-
-        There may be fewer than n. Before the first step there are none.
-        """
+        """Up to n hypotheses, best first; none before the first step. Live beams count, at their present length."""
         found = list(self._finished)
         if self.num_tokens:
             length, sums = self.num_tokens, self._sums.tolist()
@@ -183,7 +178,7 @@ class BeamSearch:
 def _largest(sums: np.ndarray, count: int) -> np.ndarray:
     """Indices of the `count` largest finite values, largest first; on a tie the earlier one. There may be fewer.
 
-    Sorts only values that can be among them: with 64 * 65 values that takes a sixth of the time.
+    Sorts only values that can be among the largest: with 64 * 65 values that takes a sixth of the time.
     """
     keys = np.fmin(-sums, np.inf)  # NaN becomes infinity
     if len(keys) > 4 * count:

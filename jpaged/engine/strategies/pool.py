@@ -1,4 +1,4 @@
-"""Pooling: the answer is a vector of the prompt's last token, or of each token: an embedding or class probabilities."""
+"""Pooling: the answer is an embedding or class probabilities, of the prompt's last token or of each token."""
 
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ class PoolStrategy(Strategy):
         """Store the pooled vector, which ends the request."""
         pooled = collected.result.pooled
         if pooled is None:
-            raise EngineError(f"request {request.request_id} is to be pooled, the step returned no vector")
+            raise EngineError(f"request {request.request_id} is to be pooled, but the step returned no vector")
         values = np.concatenate(self._tokens) if self._params.per_token else pooled[index]
         self._pooled, self._tokens = self._pooling.output(values, self._params), []
         return RequestStatus.STOPPED

@@ -1,6 +1,6 @@
-"""Turns a prompt's pooled vectors into embeddings or class probabilities. In float32, on the host.
+"""Turns a prompt's pooled vectors into embeddings or class probabilities, in float32 on the host.
 
-One prompt at a time, so that a result does not depend on other requests of the step.
+Prompts are handled one at a time, so that a result does not depend on other requests of the step.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
 
 
 def labels_of(config: Mapping[str, Any], num_labels: int) -> tuple[str, ...]:
-    """The names of a classifier's labels in config.json; Transformers' default for those without a name."""
+    """The names of a classifier's labels in config.json; Transformers' default for labels without a name."""
     names = config.get("id2label") or {}
     return tuple(str(names.get(str(i), names.get(i, f"LABEL_{i}"))) for i in range(num_labels))
 
@@ -86,10 +86,7 @@ class Pooling:
             raise RequestError(name, getattr(params, name), "is for embeddings: leave it out")
 
     def output(self, values: np.ndarray, params: PoolingParams) -> Pooled:
-        """The output for one prompt.
-
-        values: float32[size], pooled from its last token; or float32[tokens, size], if `params.per_token`.
-        """
+        """Output for one prompt. values: float32[size] of its last token; float32[tokens, size] with `per_token`."""
         values = self._activated(values, params)
         if params.per_token:
             return TokenPoolingOutput(values)

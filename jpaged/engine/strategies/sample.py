@@ -1,6 +1,6 @@
-"""Sampling: every request of the group is an answer of its own. Greedy decoding is sampling at temperature 0.
+"""Sampling: every request of the group produces one answer. Greedy decoding is sampling at temperature 0.
 
-The requests run independently once the first one has computed the prompt, from which the others fork.
+The first request computes the prompt. The others fork from it, and then all run independently.
 
 Jump-forward: when a grammar leaves no choice about the next tokens, these forced tokens are appended without sampling
 them. The next step computes them like a chunk of a prompt.
@@ -64,7 +64,7 @@ class SampleStrategy(Strategy):
     def output(self, request_group: "RequestGroup") -> RequestOutput:
         """All answers so far. With output_kind DELTA: their new parts, and only the answers that have any.
 
-        The text of a failed request is what was certain until then.
+        The text of a failed request is not flushed: text that was held back is missing.
         """
         return request_output(request_group, self._completions(request_group))
 
@@ -97,7 +97,7 @@ class SampleStrategy(Strategy):
 
 
 class BestOfStrategy(SampleStrategy):
-    """The `n` most likely of `best_of` samples. Which these are is known when all samples have ended."""
+    """The `n` most likely of `best_of` samples, chosen when all samples have ended."""
 
     def ends(self, request_group: "RequestGroup", output: Output) -> list[AnswerEnd]:
         """Ends of the answers that are returned."""
@@ -123,7 +123,7 @@ def _end_text(request: Request) -> None:
 
 
 def _has_news(request: Request) -> bool:
-    """Whether there is anything that the caller does not have."""
+    """Whether the caller lacks tokens, or the finish reason."""
     output = request.output
     if output.num_emitted < len(request.token_ids) - len(request.prompt_token_ids):
         return True

@@ -1,16 +1,15 @@
 """Token ids to text, one token at a time. Text that was returned never changes.
 
-It is what `decode(prompt + answer)` adds to `decode(prompt)`.
-
-Three implementations, each linear in the number of tokens (`benchmarks/host_overhead.py` measures a token's cost):
+The text is what `decode(prompt + answer)` adds to `decode(prompt)`. Three implementations, each linear in the number of
+tokens (`benchmarks/host_overhead.py` measures a token's cost):
 - `byte_level.py`, for byte-level BPE (GPT-2, Llama 3, Qwen). Each token stands for fixed bytes, so a table and an
   incremental UTF-8 decoder are enough. At most three bytes, an incomplete character, are held back.
 - `pieces.py`, for SentencePiece-like tokenizers (Llama 2, Mistral, Gemma, T5). Each token has a fixed text, and some
   have another text at the beginning. Tokens of single bytes are held back until the run of them ends.
 - `windows.py`, for any other tokenizer: decodes the last few tokens with and without the new one.
 
-The tables of the first two come from the state of the tokenizer's decoder. They are compared with the tokenizer once;
-if the texts differ, `windows.py` is used.
+The tables of the first two come from the state of the tokenizer's decoder. They are compared with the tokenizer once.
+If the texts differ, `windows.py` is used.
 """
 
 import json
@@ -46,7 +45,7 @@ def text_decoder(tokenizer: Any) -> TextDecoder:
         return windows
     if _agree(table, windows, sorted(token_strings(backend)), sorted(backend.get_added_tokens_decoder())):
         return table
-    logger.info("%s decodes in its own way: text is made by decoding a few tokens at a time", type(tokenizer))
+    logger.info("%s does not decode each token by itself: the last few tokens are decoded together", type(tokenizer))
     return windows
 
 

@@ -18,5 +18,5 @@ def special_ids(backend: Any) -> frozenset[int]:
 
 
 def is_continuation(byte: int) -> bool:
-    """True for a byte of UTF-8 that no character begins with."""
+    """True for a continuation byte of UTF-8."""
     return byte & 0xC0 == 0x80

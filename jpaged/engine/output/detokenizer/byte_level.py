@@ -11,10 +11,7 @@ MAX_CHARACTER = 16  # tokens that a character may be spread over: four bytes, an
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: one printable character per byte.
-
-    A printable byte is written as itself, any other byte as a character from U+0100 on.
-    """
+    """Alphabet of byte-level BPE: printable bytes are written as themselves, others as characters from U+0100 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in plain}
     others = (byte for byte in range(256) if chr(byte) not in table)

@@ -14,8 +14,7 @@ class Detokenizer(Protocol):
     def offset_of_next(self, token_id: int) -> int:
         """Return the number of characters between the returned text and the start of a token, if it is added next.
 
-        A token that continues an incomplete character starts where that character does. For bytes that are not valid
-        UTF-8 the number is an estimate.
+        A token that continues an incomplete character starts with it. For invalid UTF-8, the number is an estimate.
         """
         ...
 
@@ -42,10 +41,7 @@ class TextDecoder(Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token.
-
-        A special token's text is its name. Half a character is U+FFFD. An unknown id has the text "".
-        """
+        """Return a token's text: a special token's name, U+FFFD for half a character, "" for an unknown id."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes | None:

@@ -86,7 +86,7 @@ class PieceDecoder:
         return made
 
     def token_text(self, token_id: int) -> str:
-        """See TextDecoder. The text is that of a token inside a text, with its leading space."""
+        """See TextDecoder. Returns the text of a token inside a text, with its leading space."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -108,7 +108,7 @@ class _PieceDetokenizer:
         self._begun = 0  # characters that begin in the run
 
     def begin_after(self, token_ids: Sequence[int]) -> None:
-        """Take the state after these tokens, whose text is not returned."""
+        """Continue after these tokens, whose text is not returned."""
         for token_id in token_ids:
             if self._first_texts is None and not self._strip:
                 break
@@ -118,7 +118,7 @@ class _PieceDetokenizer:
         self._begun = int(bool(self._run))
 
     def _half_character(self, token_ids: Sequence[int]) -> bytes:
-        """The bytes at the end of tokens that begin a character and do not end it."""
+        """Bytes of an incomplete character at the end of tokens."""
         tail: list[int] = []
         for token_id in reversed(token_ids):
             byte = self._byte_of.get(token_id)

@@ -84,8 +84,7 @@ class WindowDecoder:
 class _WindowDetokenizer:
     """Keeps a window of the last tokens.
 
-    The text of its first `_num_returned` tokens is `_context`, and was returned before. The other tokens are pending:
-    their text is not certain yet.
+    Its first `_num_returned` tokens have the returned text `_context`. The others are pending: their text may change.
     """
 
     def __init__(self, decoder: WindowDecoder, skip_special_tokens: bool, added_tokens: dict[int, str]):
@@ -99,12 +98,12 @@ class _WindowDetokenizer:
         self._pending = 0  # pending tokens of kind TEXT
 
     def begin_after(self, token_ids: Sequence[int]) -> None:
-        """Take the state after these tokens, whose text is not returned."""
+        """Continue after these tokens, whose text is not returned."""
         kinds = {token_id: self._decoder.kind(token_id, self._skip) for token_id in token_ids[-MAX_WINDOW:]}
         self._ids = [token_id for token_id in token_ids[-MAX_WINDOW:] if kinds[token_id] is not TokenKind.NOTHING]
         if not self._ids:
             return
-        # Half a character is not in the context: the answer ends it.
+        # An incomplete character is not in the context, because the answer completes it.
         counts = range(len(self._ids), max(len(self._ids) - MAX_PENDING, -1), -1)
         texts = ((count, self._decode(self._ids[:count])) for count in counts)
         whole = next(((count, text) for count, text in texts if not text.endswith(BROKEN)), None)
@@ -153,9 +152,9 @@ class _WindowDetokenizer:
         self._pending = 0
 
     def _flush(self, window: str) -> str:
-        """Return the text of pending tokens that are not half a character, because there are too many of them.
+        """Return text of pending tokens, which are too many to be one incomplete character.
 
-        Returns the text up to the last cut where both parts decode to the text of the whole.
+        Cuts at the last position where both parts decode to the text of the whole.
         """
         self._last_is_added = False
         if window.startswith(self._context):
