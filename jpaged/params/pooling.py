@@ -1,4 +1,4 @@
-"""PoolingParams: parameters of `embed` and `classify`. Checked when created, then immutable. PooledModel: the model."""
+"""PoolingParams, the parameters of `embed` and `classify`, and PooledModel, which describes a pooling engine."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """How a prompt's last hidden state is returned. Raises RequestError for an invalid value."""
+    """How a prompt's last hidden state is returned. Immutable. Raises RequestError for an invalid value."""
 
     dimensions: int | None = None
     """Length of the embedding, at least 1: keep its first `dimensions` numbers, before normalisation. For models
@@ -23,7 +23,7 @@ class PoolingParams:
     """Turn a classifier's scores into probabilities; False returns the scores."""
 
     use_activation: bool | None = None
-    """vLLM's name for whichever of `normalize` and `activation` the model has: sets both. None: as they are."""
+    """vLLM's parameter for both `normalize` and `activation`: sets both. None changes neither."""
 
     task: str | None = None
     """"embed" or "classify"; "token_embed" or "token_classify" for a vector of each token. `LLM.embed`, `LLM.classify`

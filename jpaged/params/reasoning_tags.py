@@ -14,9 +14,8 @@ class ReasoningTags:
     """The tags around reasoning.
 
     always: an answer begins with reasoning even without a start tag, unless the prompt has closed the reasoning. For
-        models whose chat template writes the start tag, if the prompt was rendered by another template that does not.
-    opened: whether the answer goes on inside reasoning, where the caller knows it. False: the answer has no reasoning.
-        None: the end of the prompt says it.
+        models whose own chat template writes the start tag, when another template rendered the prompt without it.
+    opened: True if the answer continues reasoning, False if it has none. None: the end of the prompt decides.
     """
 
     start: str
@@ -33,20 +32,20 @@ class ReasoningTags:
             raise RequestError("reasoning_tags", self.start, "start and end must differ")
 
     def continuing(self, text: str) -> "ReasoningTags":
-        """The tags for an answer that goes on after `text`. Reasoning can only be at the beginning of an answer."""
+        """The tags for an answer that continues `text`. Reasoning can only be at the beginning of an answer."""
         begun = text.strip()
         if not begun:
             return self
         return dataclasses.replace(self, opened=begun.startswith(self.start) and self.end not in begun)
 
     def opened_after(self, tokenizer: Any, token_ids: Sequence[int]) -> bool:
-        """True if an answer to this prompt begins inside reasoning. `opened` says so, or the end of the prompt."""
+        """True if an answer to this prompt begins inside reasoning. `opened` decides, or else the end of the prompt."""
         if self.opened is not None:
             return self.opened
         return self.opened_by(tokenizer.decode(token_ids[-PROMPT_END:]))
 
     def opened_by(self, prompt: str) -> bool:
-        """True if a text ends inside reasoning. A template may write the start tag. prompt: its end is enough."""
+        """True if a prompt, or its end, ends inside reasoning. A template may write the start tag."""
         start, end = prompt.rfind(self.start), prompt.rfind(self.end)
         written = prompt.rstrip()
         if written.endswith(self.start):

@@ -64,20 +64,17 @@ class SamplingParams:
     """Number of answers to the prompt, from 1 to 64. They share the prompt's KV."""
 
     best_of: int | None = None
-    """Number of answers to generate, from `n` to 64. The `n` with the highest cumulative log-probability are returned.
-    None: `n`."""
+    """Answers to generate, from `n` to 64. The `n` of highest cumulative log-probability are returned. None: `n`."""
 
     use_beam_search: bool = False
-    """Search for the `n` most likely answers instead of sampling, and return the best first. `temperature` divides the
-    logits, and 0 leaves them unchanged. `top_p`, `top_k` and `min_p` have no effect. Nothing is streamed before the
-    end."""
+    """Search for the `n` most likely answers, and return the best first. `temperature` divides the logits; 0 does not
+    change them. `top_p`, `top_k` and `min_p` have no effect. Nothing is streamed before the end."""
 
     beam_width: int | None = None
     """Number of beams of a beam search, from 2 to 64 and at least `n`. None: `best_of`, or else `n`."""
 
     length_penalty: float = 1.0
-    """Any finite number. A beam search ranks answers by log-probability / length ** length_penalty. Values above 0
-    favour long answers."""
+    """Beam search ranks answers by log-probability / length ** length_penalty. Finite; above 0 favours long answers."""
 
     early_stopping: bool | str = False
     """When a beam search with `beam_width` finished answers ends. True: at once. False: when no running beam has a
@@ -93,8 +90,7 @@ class SamplingParams:
     """Sample from the `top_k` most likely tokens. 0 and -1 keep all tokens."""
 
     min_p: float = 0.0
-    """Sample from tokens with at least `min_p` times the probability of the most likely one, in [0, 1]. 0 keeps all
-    tokens."""
+    """Sample from tokens with at least `min_p` times the probability of the most likely one, in [0, 1]. 0 keeps all."""
 
     typical_p: float = 1.0
     """Locally typical sampling, after all other filters: sample from the tokens whose surprise is nearest to the
@@ -107,12 +103,10 @@ class SamplingParams:
     """Subtracted from a token's logit once for each time it is in the answer, in [-2, 2]. 0 does nothing."""
 
     repetition_penalty: float = 1.0
-    """For every token in the prompt or the answer, divides a positive logit and multiplies a negative one. Above 0; 1
-    does nothing."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or answer. Above 0; 1 does nothing."""
 
     logit_bias: dict[int, float] | None = None
-    """Numbers in [-100, 100] added to the logits of token ids, before the penalties. At most 1,024 ids. None adds
-    nothing."""
+    """Numbers in [-100, 100] added to the logits of up to 1,024 token ids, before the penalties. None adds nothing."""
 
     allowed_token_ids: Sequence[int] | None = None
     """Sample only these ids, at least one. None allows all. Stored as a tuple."""
@@ -122,15 +116,14 @@ class SamplingParams:
     most 1,024 strings of 1 to 256 characters. None forbids nothing."""
 
     logits_processors: dict[str, dict[str, float]] | None = None
-    """Logits processors to apply, by name, each with its parameters. The engine must have been started with them
-    (option `logits_processors`). None applies none."""
+    """Processors of the engine (option `logits_processors`) to apply: {name: {parameter: value}}. None applies none."""
 
     min_tokens: int = 0
     """Minimum number of tokens of an answer, from 0 to `max_tokens`. Before that, no end-of-sequence id and no id of
     `stop_token_ids` is sampled, and no stop string ends the answer."""
 
     seed: int | None = None
-    """Seed of the request's random numbers: with a seed, other requests in the batch do not change its tokens. From
+    """Seed of the request's random numbers. With a seed, other requests in the batch do not change its tokens. From
     -2**63 to 2**64 - 1, stored modulo 2**64. None and -1: a random seed."""
 
     max_tokens: int | None = 16
@@ -144,8 +137,7 @@ class SamplingParams:
     if several are, the first in the list. The text is cut before it. Needs `detokenize`. Stored as a tuple."""
 
     include_stop_str_in_output: bool = False
-    """Keep the stop string, and the text of a stop token, in the text. A special stop token has text only if
-    `skip_special_tokens` is False."""
+    """Keep stop strings and stop tokens in the text. Special stop tokens also need skip_special_tokens=False."""
 
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence ids."""
@@ -154,21 +146,19 @@ class SamplingParams:
     """Compute the whole prompt, without reading KV from the prefix index. None: True if `prompt_logprobs` is set."""
 
     logprobs: int | None = None
-    """For each generated token, return its log-probability and those of the `logprobs` most likely tokens. From 0 to
-    the engine's `max_logprobs`. -1 returns those of the whole vocabulary. None returns none."""
+    """For each generated token, return log-probabilities of it and of the `logprobs` most likely tokens. From 0 to the
+    engine's `max_logprobs`; -1 means the whole vocabulary. None returns none."""
 
     logprob_token_ids: Sequence[int] | None = None
-    """For each generated token, return its log-probability and those of these ids, in place of those of the most likely
-    ones. At most as many as the engine's `max_logprobs`. `logprobs` must be None or their number. Stored as a tuple."""
+    """For each generated token, return log-probabilities of it and of these ids, not of the most likely ids. At most
+    the engine's `max_logprobs` ids. `logprobs` must be None or their number. Stored as a tuple."""
 
     flat_logprobs: bool = False
-    """Accepted, without effect: log-probabilities are a list of dicts. vLLM has a flat container with the same
-    interface."""
+    """Accepted, without effect: log-probabilities are a list of dicts. vLLM's flat container has that interface."""
 
     prompt_logprobs: int | None = None
-    """For each prompt token except the first, return its log-probability and rank, and those of the `prompt_logprobs`
-    most likely tokens. Values as for `logprobs`. They are computed from unchanged
-    logits."""
+    """For each prompt token except the first, return log-probabilities and ranks of it and of `prompt_logprobs` most
+    likely tokens, from unchanged logits. Values as for `logprobs`."""
 
     repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
     """End an answer that repeats itself, with finish_reason "repetition", but not before `min_tokens`. None: never.
@@ -185,20 +175,17 @@ class SamplingParams:
     tokens (such as BERT's). Special tokens are in the text only if `skip_special_tokens` is False."""
 
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """Content of each output of a stream (`AsyncLLM.generate`): see RequestOutputKind. `LLM` always returns the final
-    answer."""
+    """Content of each output of a stream (`AsyncLLM.generate`). `LLM` always returns the final answer."""
 
     stream_interval: int | None = None
-    """Number of new tokens between two outputs of a stream, at least 1. The first and the last token are sent at once.
-    None: 1."""
+    """New tokens per output of a stream, at least 1. The first and the last token are sent at once. None: 1."""
 
     truncate_prompt_tokens: int | None = None
     """Keep at most this many tokens of the prompt, at least 1. -1: as many as leave room for `max_tokens`. None: all.
     Special tokens that the tokenizer adds around a text are counted, and are kept."""
 
     truncation_side: str | None = None
-    """End of the prompt to remove, with `truncate_prompt_tokens`: "left" keeps the last tokens, "right" the first.
-    None: "left"."""
+    """End of the prompt that `truncate_prompt_tokens` removes: "left" or "right". None: "left" (keep the last)."""
 
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """Format that the text must match, such as a JSON schema, a regular expression or a grammar. None: any text. Stored
@@ -210,8 +197,7 @@ class SamplingParams:
     None: the model has no reasoning. Stored as ReasoningTags."""
 
     thinking_token_budget: int | None = None
-    """Maximum number of reasoning tokens, from 0. Then the end tag is forced. None: no limit. Needs
-    `reasoning_tags`."""
+    """Number of reasoning tokens after which the end tag is forced, from 0. None: no limit. Needs `reasoning_tags`."""
 
     # Not built yet: only the default, or an equivalent value (NOT_BUILT), is accepted.
     prompt_logprob_token_ids: Any = None
@@ -224,10 +210,7 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Raise RequestError for an unknown field. The generated `__init__` would raise a TypeError.
-
-        Type checkers read the signature of `__init__`, and name an unknown field too.
-        """
+        """Raise RequestError, not TypeError, for an unknown field. Type checkers use the signature of `__init__`."""
         for name in fields:
             if name not in cls.__dataclass_fields__:
                 close = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
@@ -329,10 +312,7 @@ class SamplingParams:
 
     @property
     def samples_forced_tokens(self) -> bool:
-        """True if forced tokens must be sampled too.
-
-        Another parameter then returns their log-probabilities, counts them, or may forbid them.
-        """
+        """True if forced tokens must be sampled: a parameter needs their log-probabilities, counts or forbids them."""
         others = (
             self.needs_logprobs, self.has_penalties, self.bad_words, self.allowed_token_ids, self.min_tokens,
             self.logits_processors,
@@ -511,7 +491,7 @@ class SamplingParams:
         if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray, set, frozenset, type(None))):
             raise RequestError(name, value, "must be a list of token ids")
         ids = [] if value is None else value if isinstance(value, (list, tuple)) else list(value)
-        if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:  # 30 times as fast: there may be 500,000
+        if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:  # 30 times as fast, and there may be 500,000
             object.__setattr__(self, name, tuple(ids))
             return
         for token_id in ids:

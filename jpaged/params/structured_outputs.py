@@ -1,7 +1,6 @@
 """StructuredOutputsParams: a format that the text of an answer must match. Checked when created, then immutable.
 
-Only checks that need no engine are made here. `jpaged.engine.grammar` checks the content of a grammar, and the engine's
-limits on size and depth.
+These checks need no engine. `jpaged.engine.grammar` checks a grammar's content, and its limits of size and depth.
 """
 
 import dataclasses
@@ -54,8 +53,7 @@ class StructuredOutputsParams:
     """True: the answer is any JSON object."""
 
     disable_any_whitespace: bool = False
-    """Allow no white space between the tokens of JSON. By default one blank, or one line break with indentation, is
-    allowed."""
+    """Allow no white space between tokens of JSON. The default allows a blank, or a line break with indentation."""
 
     disable_additional_properties: bool = False
     """Treat `additionalProperties` as false in every object of the schema that does not set it."""
