@@ -1,1 +1,1 @@
-"""Chats: renders a conversation as a prompt, and prepares the reader of its answers."""
+"""Renders a conversation as a prompt, and prepares the reader of its answers."""

@@ -101,11 +101,10 @@ def chat_prompt(
         the assistant may have `tool_calls` and `reasoning`. A tool's result has the role "tool" and a `tool_call_id`.
         The template decides about other roles.
     chat_template: Jinja, or the name of one of the tokenizer's templates. None: the tokenizer's own.
-    limit: tokens that the caller needs. A prompt with more is an error, or is returned in part.
+    limit: maximum number of tokens. A longer prompt is an error, or is returned in part if it is to be truncated.
 
-    Raises RequestError for messages that the template rejects, or does not render in RENDER_SECONDS. Raises it also for
-    tools and documents that the template does not read, because the model would never see them. Other variables that
-    the template does not read are logged once and dropped.
+    Raises RequestError for messages that the template rejects, or does not render in RENDER_SECONDS. Unread tools and
+    documents raise it too, because the model would never see them. Other unread variables are logged once and dropped.
     """
     options = options or RenderOptions()
     if not messages:
@@ -158,7 +157,7 @@ def chat_prompt(
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]], options: RenderOptions | None) -> str:
-    """The beginning of the answer, which the last of these checked messages has; "" if the answer is a new one."""
+    """The text of the last of these checked messages, if the answer continues it; otherwise ""."""
     if options is None or not options.continue_final_message:
         return ""
     return _checked("", messages[-1])["content"]
@@ -299,7 +298,7 @@ def _text(name: str, content: Any, role: str) -> str:
 
 
 def _text_of_part(name: str, part: Any, role: str) -> str:
-    """The text of a part, or of a refusal, which is a part of the assistant's messages in OpenAI's API."""
+    """The text of a part. In OpenAI's API, a refusal is a part of the assistant's messages."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     text = part.get(kind) if kind == "text" or (kind == "refusal" and role == "assistant") else None
     if not isinstance(text, str):
@@ -310,8 +309,8 @@ def _text_of_part(name: str, part: Any, role: str) -> str:
 def _call(where: str, call: Any) -> dict[str, Any]:
     """Convert a call of an earlier answer: its arguments become an object, which templates write as JSON again.
 
-    Arguments that say nothing (`null`, `[]`, an empty string) are an empty object, and JSON inside a string of JSON is
-    read. Other arguments that are not a JSON object, such as those of a call that was cut off, stay a string.
+    Empty arguments (`null`, `[]`, an empty string) become an empty object. JSON inside a string of JSON is read. Other
+    arguments that are not a JSON object, such as the arguments of a call that was cut off, stay a string.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -326,7 +325,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> Any:
-    """The JSON object in a text, or in a text inside the text. The text itself if there is none."""
+    """The JSON object in a text, or in a JSON string in the text. The text itself if there is no object."""
     parsed: Any = arguments
     try:
         for _ in range(2):

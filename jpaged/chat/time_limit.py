@@ -1,7 +1,7 @@
 """Limits the processor time of a block of Python code, such as a chat template that never ends.
 
-A watching thread raises `TimeLimitError` inside the block's thread. Python does so between two bytecodes: a single call
-into C, such as a huge string product, is not interrupted.
+A watching thread raises `TimeLimitError` inside the block's thread, between two bytecodes. A single call into C, like a
+huge string product, is not interrupted.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ class TimeLimitError(Exception):
 class _Block:
     """A running block of code.
 
-    The watching thread and the block's own thread each claim it with one `append`, which is atomic. The first decides:
-    the block has ended, or it gets the exception. A lock would be lost if the exception came just after `acquire`.
+    The watching thread and the block's own thread each claim it with one `append`, which is atomic. The first claim
+    decides if the block gets the exception. A lock would be lost if the exception came just after `acquire`.
     """
 
     def __init__(self, seconds: float):
@@ -30,12 +30,12 @@ class _Block:
         self.claims: list[str] = []
         try:
             self._clock = time.pthread_getcpuclockid(self.thread_id)
-        except AttributeError:  # not on macOS and Windows: the limit is of elapsed time there
+        except AttributeError:  # macOS and Windows lack it: the limit is elapsed time
             self._clock = time.CLOCK_MONOTONIC
         self._begin = time.clock_gettime(self._clock)
 
     def left(self) -> float:
-        """Seconds until the limit. Processor time: a busy machine does not end the block early."""
+        """Seconds of processor time until the limit. So a busy machine does not end the block early."""
         return self.seconds - (time.clock_gettime(self._clock) - self._begin)
 
     def claim(self, name: str) -> bool:
@@ -107,7 +107,7 @@ def time_limit(seconds: float) -> Generator[None]:
 
 
 def _end(block: _Block) -> None:
-    """End a block. If its exception is on the way, wait for it here: it must not reach code after the block."""
+    """End a block. If its exception is pending, wait for it here: it must not reach code after the block."""
     if not block.claim("end"):
         time.sleep(0.01)  # interrupted by the exception, at its end
         for _ in range(1000):

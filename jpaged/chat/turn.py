@@ -40,10 +40,7 @@ class ChatFormats:
         reasoning_parser: str | None = None,
         reasoning_tags: Sequence[str] | None = None,
     ) -> "ChatFormats":
-        """Create from vLLM's names of parsers, or from reasoning tags (start, end).
-
-        Raises RequestError for unknown names and for tags that are not valid.
-        """
+        """Create from vLLM's names of parsers, or tags (start, end). Raises RequestError if one is not valid."""
         if reasoning_tags and reasoning_parser:
             accepted = "reasoning_parser sets the tags already: give one of the two"
             raise RequestError("reasoning_tags", tuple(reasoning_tags), accepted)
@@ -67,7 +64,7 @@ class ChatTurn:
     reader:  reads the answers of this turn.
     grammar: fields of StructuredOutputsParams for a forced call; empty if no call is forced.
     shows_special_tokens: the answer's text must include special tokens, because some tags are special tokens.
-    continued: the beginning of the answer, if the last message has it.
+    continued: text of the last message, if the answer continues it.
     """
 
     prompt: dict[str, list[int]]
@@ -106,10 +103,9 @@ def chat_turn(
     options: RenderOptions | None = None,
     limit: TokenLimit | None = None,
 ) -> ChatTurn:
-    """Render a conversation and prepare to read its answers. limit: tokens of the prompt that are needed.
+    """Render a conversation and prepare to read its answers. limit: as for `chat_prompt`. Raises RequestError.
 
     If `tool_choice` is none, the template does not receive the tools, so the model cannot call them.
-    Raises RequestError.
     """
     choice = tool_choice or ToolChoice("auto" if tools else "none")
     if choice.mode == "named" and choice.name not in [tool.name for tool in tools]:
