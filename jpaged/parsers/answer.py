@@ -37,8 +37,7 @@ class AnswerDelta:
 
 @dataclasses.dataclass(slots=True)
 class ParsedAnswer:
-    """An answer as a message. Text outside calls and reasoning is content. A field is None if the answer has no text
-    for it."""
+    """An answer as a message. Text outside calls and reasoning is content. Fields without text are None."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -67,8 +66,7 @@ class ParsedAnswer:
 class Channel:
     """Text that a parser appends piece by piece: the content, or the reasoning.
 
-    White space after a call or tag is dropped. White space before one is kept only if more text follows the call or
-    tag.
+    White space after a call or tag is dropped. White space before it is kept only if more text follows it.
     """
 
     def __init__(self) -> None:

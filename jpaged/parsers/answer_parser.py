@@ -19,7 +19,7 @@ class AnswerReader:
     tool_names:  names of the request's tools. A call of another name is content.
     parallel:    False keeps the first call only.
     forced:      the answer must be calls. A call that is cut off is then dropped instead of returned as content.
-    reasoning:   tags of reasoning, which say whether the prompt has opened it; None if the model has none.
+    reasoning:   tags of reasoning, `opened` if the prompt has opened it; None if the model has no reasoning.
     new_id:      returns a new id for a call. None: the format's own ids.
     """
 
@@ -72,7 +72,7 @@ class AnswerParser:
     def finish(self) -> AnswerDelta:
         """End the answer, and return the delta that was held back."""
         self._scanner.ended = True
-        if self._forced:  # text that is still held back begins a call or a tag: max_tokens has cut it
+        if self._forced:  # held-back text begins a call or a tag, which max_tokens has cut
             self._sink.content.close()
         self._resume()
         self._sink.reasoning.end()

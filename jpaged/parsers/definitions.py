@@ -1,4 +1,4 @@
-"""Checks the tool definitions of a request. Errors name the place in the definition, before anything runs."""
+"""Checks the tool definitions of a request, before anything runs. Errors name the path in the definition."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from jpaged.params.structured_outputs import REFUSED_KEYWORDS
 MAX_TOOLS = 128
 MAX_PARAMETER_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
-MAX_SCHEMAS = 10_000  # subschemas of one definition; 64 KiB has no room for more, and checking them takes time
+MAX_SCHEMAS = 10_000  # subschemas of one definition, because checking takes time; 64 KiB have no room for more
 MAX_ENUM = 10_000
 EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}'
 
@@ -34,11 +34,7 @@ _COUNTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that a model may call.
-
-    parameters: JSON schema of the arguments, of type object.
-    definition: the definition in OpenAI's format, which chat templates read.
-    """
+    """A tool. parameters: JSON schema of the arguments, of type object. definition: OpenAI's form, for templates."""
 
     name: str
     parameters: dict[str, Any]
@@ -47,7 +43,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model calls tools. mode: none, auto, required or named. name: the tool to call, for mode named."""
+    """Whether the model calls tools. mode: none, auto, required or named. name: the tool of mode named."""
 
     mode: str = "auto"
     name: str | None = None
@@ -74,7 +70,7 @@ def checked_tools(tools: Any) -> tuple[Tool, ...]:
 
 
 def checked_tool_choice(given: Any) -> ToolChoice | None:
-    """Check OpenAI's `tool_choice`: none, auto, required, or a function by name. None stays None."""
+    """Check OpenAI's `tool_choice`: none, auto, required, or a function by name. Returns None for None."""
     if given is None or isinstance(given, ToolChoice):
         return given
     if isinstance(given, str) and given in ("none", "auto", "required"):

@@ -14,10 +14,7 @@ LIST_COMMA = '", "'
 
 
 def enforced_format(detected: ToolCallFormat | None) -> ToolCallFormat:
-    """Return the format of forced calls: JSON if no format was detected, or for Python's syntax.
-
-    llguidance makes grammars of JSON from a schema, but not of Python's syntax.
-    """
+    """Return the format of forced calls: JSON if none was detected, or for Python, which llguidance cannot enforce."""
     return FORMATS["json"] if detected is None or detected.name == "pythonic" else detected
 
 
@@ -33,8 +30,8 @@ def tool_grammar(
 
     tool_format:  an `enforced_format`; the grammar writes calls in this format.
     parallel:     allow several calls.
-    added_tokens: ids of the tokenizer's added tokens, special or not. A tag that is one of them is written as this
-                  token, as models were trained to write it.
+    added_tokens: ids of the tokenizer's added tokens, special or not. A tag among them is written as its token, as
+                  models were trained to write it.
 
     Raises RequestError for a schema that cannot be enforced.
     """

@@ -1,4 +1,4 @@
-"""Parses calls in JSON: `{"name": ..., "arguments": {...}}`, one, several or a list, between a format's tags."""
+"""Parses calls in JSON, `{"name": ..., "arguments": {...}}`: one, several or a list, between a format's tags."""
 
 import dataclasses
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def read_calls(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
 def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
     """Consume one call. The scanner is at its brace, and holds. Returns False like `read_calls`.
 
-    As soon as the name and the beginning of the arguments are there, it is a call. Invalid text after that is content.
+    It is a call once the name and the beginning of the arguments are read. Invalid text after that is content.
     """
     scanner.advance(scanner.pos + 1)
     name: str | None = None
@@ -148,7 +148,7 @@ def _emit_call(sink: AnswerSink, name: str, arguments: str) -> None:
 
 
 def _arguments(scanner: Scanner, char: str) -> Steps[str | None]:
-    """Consume arguments that cannot be streamed: before the name, null, or JSON inside a string. None if not valid."""
+    """Consume arguments that cannot be streamed: before the name, null, or JSON in a string. None if invalid."""
     if char == "{":
         pieces: list[str] = []
         return "".join(pieces) if (yield from read_value(scanner, pieces.append)) else None
@@ -166,7 +166,7 @@ def _arguments(scanner: Scanner, char: str) -> Steps[str | None]:
     inner.ended = True
     inner.steps = scanner.steps
     pieces = []
-    whole = yield from read_value(inner, pieces.append)  # never yields, because all of the text is there
+    whole = yield from read_value(inner, pieces.append)  # never yields, because the text is complete
     scanner.steps = inner.steps
     return "".join(pieces) if whole and not inner.rest().strip() else None
 

@@ -20,13 +20,11 @@ def read_value(scanner: Scanner, emit: Emit) -> Steps[bool]:
     """Consume one value and emit it token by token.
 
     Tokens are emitted as written, with the white space of `json.dumps`. Line breaks and tabs in strings, which models
-    write, are emitted as escapes.
-
-    Returns False if the value is not valid, before the first invalid token. Returns False also if the text ends inside
-    the value; then the beginning of its last token is emitted.
+    write, are emitted as escapes. Returns False before the first invalid token. Returns False too if the text ends
+    inside the value; then the beginning of the last token is emitted.
     """
     closing: list[str] = []  # closing brackets of the open objects and arrays
-    # Or "first value", "key", "first key", "colon", "comma". "comma" and those with "first" allow a closing bracket.
+    # Or "first value", "key", "first key", "colon", "comma". Values with "first", and "comma", allow a closing bracket.
     expected = "value"
     while True:
         # Skip white space without the scanner's generator if possible: a generator for each token costs the most time.
@@ -79,8 +77,7 @@ def read_value(scanner: Scanner, emit: Emit) -> Steps[bool]:
 
 
 def read_string(scanner: Scanner, emit: Emit) -> Steps[bool]:
-    """Consume and emit a string with its quotes. The scanner is at the first quote. Returns False if it is not
-    valid."""
+    """Consume and emit a string with its quotes. The scanner is at the first quote. Returns False if it is invalid."""
     emit(scanner.advance(scanner.pos + 1))
     while True:
         match = _STRING.match(scanner.text, scanner.pos)

@@ -49,9 +49,7 @@ def read(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
 
 
 def _read_list(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
-    """Consume a list of calls. Returns False if there is none: the sink received nothing, and the scanner holds the
-    text.
-    """
+    """Consume a list of calls. If there is none, returns False: the sink is empty, and the scanner holds the text."""
     if (yield from scanner.space()) != "[":
         return False
     scanner.advance(scanner.pos + 1)
@@ -77,8 +75,8 @@ def _read_list(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
 def _read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
     """Consume one call. Returns False if it is not a call: the sink received nothing, and the scanner holds the text.
 
-    The sink receives a call when it is whole. Python has more literals than JSON, such as tuples and sums, so that only
-    its end tells whether a call can be translated.
+    The sink receives a call when it is complete. Python has more literals than JSON, such as tuples and sums, so only a
+    complete call is known to be translatable.
     """
     name = yield from scanner.run(_NAME, MAX_NAME)
     if not name or not known(name) or (yield from scanner.space()) != "(":
@@ -111,8 +109,7 @@ def _read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
 def read_literal(scanner: Scanner, emit: Emit) -> Steps[bool]:
     """Consume a literal of Python and emit it as JSON. Returns False before the first invalid character."""
     closing: list[str] = []  # closing brackets of the open lists and dicts
-    # Or "first", "first key", "colon", "comma", "more", "more keys". All but "value" and "colon" allow a closing
-    # bracket.
+    # Or "first", "first key", "colon", "comma", "more", "more keys". "value" and "colon" forbid a closing bracket.
     expected = "value"
     while True:
         char = yield from scanner.space()
@@ -177,7 +174,7 @@ def _read_word(scanner: Scanner, emit: Emit) -> Steps[bool]:
 
 
 def _json_number(word: str) -> str | None:
-    """Return a constant, or a number as Python writes them (`+3`, `1_000`, `.5`, `0x10`), as JSON. None: neither."""
+    """Return a constant, or a number as Python writes them (`+3`, `1_000`, `.5`, `0x10`), as JSON; otherwise None."""
     if word in _CONSTANTS:
         return _CONSTANTS[word]
     if _NUMBER.fullmatch(word):

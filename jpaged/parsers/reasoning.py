@@ -6,10 +6,7 @@ from jpaged.parsers.scanner import Scanner, Steps
 
 
 def read_reasoning(scanner: Scanner, sink: AnswerSink, tags: ReasoningTags) -> Steps[None]:
-    """Consume reasoning, which can only be at the beginning of an answer.
-
-    If the prompt has opened it, a second start tag in the answer is accepted.
-    """
+    """Consume reasoning at the beginning of an answer. If the prompt has opened it, another start tag is accepted."""
     if tags.opened is False:
         return
     scanner.hold()

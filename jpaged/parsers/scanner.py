@@ -13,16 +13,15 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]  # a part of a parser: yields for more text, returns T
 
 SPACE = re.compile(r"\s*+")
-# Limit on syntax tokens of calls in one answer, and the number that an attempt to parse a call counts as. Text beyond
-# the limit is content. No model's answer has 20,000 tokens of JSON or 1,000 calls. Without the limit, a megabyte of
-# hostile text would take more than 100 ms (benchmarks/answer_parsers.py).
+# Limit on syntax tokens of calls in one answer, and the tokens that each attempt to parse a call costs. Text beyond the
+# limit is content. No model's answer has 20,000 tokens of JSON or 1,000 calls. Without the limit, a megabyte of hostile
+# text would take more than 100 ms (benchmarks/answer_parsers.py).
 MAX_STEPS = 20_000
 CALL_STEPS = 20
 
 
 class Scanner:
-    """The text that is not consumed yet, and the held text: consumed text that becomes content if a call is not
-    valid."""
+    """Text that is not consumed yet, and held text: consumed text that becomes content if a call is not valid."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -49,11 +48,11 @@ class Scanner:
         return self.advance(len(self.text))
 
     def hold(self, already: str = "") -> None:
-        """Start to hold consumed text. `already` is put before it."""
+        """Hold the text consumed from now on, after `already`."""
         self._held = [already]
 
     def release(self) -> str:
-        """Return the held text, and stop to hold."""
+        """Return the held text, and stop holding text."""
         held = "".join(self._held or ())
         self._held = None
         return held
@@ -84,7 +83,7 @@ class Scanner:
             yield
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal` if it is next. Returns True if so."""
+        """Consume `literal` if it is next. Returns True if it was consumed."""
         while True:
             there = self.text[self.pos : self.pos + len(literal)]
             if there == literal:
@@ -95,7 +94,7 @@ class Scanner:
             yield
 
     def run(self, pattern: re.Pattern[str], most: int) -> Steps[str | None]:
-        """Consume and return all characters that a pattern matches. None if they are more than `most`."""
+        """Consume and return all characters that a pattern matches; None if there are more than `most`."""
         while True:
             end = _end(pattern, self.text, self.pos)
             if end - self.pos > most:
@@ -107,7 +106,7 @@ class Scanner:
     def until(self, literals: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str | None]:
         """Consume text up to and including the first of `literals`. Emit the text before it as soon as it is certain.
 
-        Returns the literal, or None if the text ends without one. No literal may be the beginning of another.
+        Returns the literal, or None if the text ends without one. No literal may be a prefix of another.
         """
         search = _any_of(literals)
         while True:
@@ -138,7 +137,7 @@ def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 @functools.lru_cache(maxsize=64)
 def _prefixes_of(literals: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
-    """Return a pattern for the beginning of a literal at the end of a text, and its largest length."""
+    """Return a pattern that matches a proper prefix of a literal at the end of a text, and its largest length."""
     nested = []
     for literal in literals:
         pattern = ""
