@@ -1,6 +1,6 @@
 """The contract between the engine and the runner: `StepPlan`, `StepResult`, `Runner`. Host data only.
 
-Called by: the scheduler writes plans, every runner reads them; results go the other way.
+Called by: the scheduler writes plans; every runner reads them and writes results.
 Owns: the types between host and device, and the protocol `Runner`.
 Never: imports anything of `engine` or `runtime`.
 

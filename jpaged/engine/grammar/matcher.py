@@ -1,8 +1,8 @@
 """Follows one answer through its grammar: computes the mask of the next token, and accepts sampled tokens.
 
 Jump-forward: if the grammar allows exactly one continuation, its tokens are forced (`GrammarMatcher.forced_tokens`).
-They are the tokens that the tokenizer itself produces for that text. A mask then allows the first forced token only, so
-appending all forced tokens at once produces the same tokens as sampling them one by one.
+They are the tokens that the tokenizer itself produces for that text. A mask then allows the first forced token only.
+So appending all forced tokens at once produces the same tokens as sampling them one by one.
 """
 
 import time

@@ -96,7 +96,7 @@ class InputProcessor:
 
         stream:     emit every new token, if the parameters allow it.
         refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len, instead of a warning.
-        cancelled:  asked while a long text is tokenised; True ends that with TokenisingCancelled.
+        cancelled:  called while a long text is tokenised. If it returns True, TokenisingCancelled is raised.
         requester:  client for which a grammar is compiled.
         """
         metrics = RequestMetrics(arrival_time=time.monotonic())

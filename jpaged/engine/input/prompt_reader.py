@@ -40,7 +40,7 @@ class PromptReader:
     def read(self, prompt: Prompt, params: SamplingParams, cancelled: Cancelled = lambda: False) -> CheckedPrompt:
         """Check and tokenise a prompt, and truncate it to truncate_prompt_tokens.
 
-        cancelled: asked while a long text is tokenised. Raises RequestError, and TokenisingCancelled.
+        cancelled: called while a long text is tokenised. Raises RequestError, and TokenisingCancelled.
         """
         parts = _parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")

@@ -2,7 +2,7 @@
 
 1. A block is *held* by one or more requests (`ref_count > 0`), or it is in the free list.
 2. A full block whose tokens are known gets a name: SHA-256 over the name of the block before it and its own tokens.
-   The first name of a chain, the root, is a digest of what else the KV depends on: adapter, weight version, salt.
+   The first name of a chain, the root, is a digest of all else that decides the KV: adapter, weight version, salt.
 3. A free block keeps its name and its content until it is allocated again. The free list is in the order of reuse:
    first blocks without a name, then named blocks, least recently freed first.
 4. With a host tier, a named block moves there, content and name, before it is allocated again.

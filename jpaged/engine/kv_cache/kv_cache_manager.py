@@ -161,7 +161,7 @@ class KVCacheManager:
         return len({each.kv.name(each.token_ids, index, 0, self.block_size) for each in (request, other)}) == 1
 
     def can_start(self, prefix: Prefix, num_tokens: int, headroom: int = 0) -> bool:
-        """Whether a request of `num_tokens` tokens fits into the free blocks, with `headroom` of them left over."""
+        """Whether a request of `num_tokens` tokens fits into the free blocks, and leaves `headroom` of them free."""
         free_in_prefix = sum(self.pool.num_free_among(block for block in tail if block >= 0) for tail in prefix.tails)
         return self.max_blocks(num_tokens) - prefix.num_on_device + free_in_prefix + headroom <= self.pool.num_free
 
@@ -318,7 +318,7 @@ class KVCacheManager:
         kv.release_at = self._sliding.release_at(kv.block_tables)
 
     def check_integrity(self, running: Sequence[Request]) -> None:
-        """Raise EngineError unless the pool's reference counts are exactly the running requests' block tables."""
+        """Raise EngineError unless pool, block tables of the running requests, and counts agree."""
         self.pool.check()
         check_block_tables(self.pool, self._sliding, running)
         held = sum(request.kv.num_held for request in running)

@@ -90,7 +90,7 @@ class EngineCapture:
 
 
 def capture(scheduler: Scheduler, steps: StepLog, stats: EngineStats) -> EngineCapture:
-    """Copy the state of scheduler, block tables and pool. To be called between two steps. stats: the figures now."""
+    """Copy the state of scheduler, block tables and pool. Call it between two steps. stats: the statistics now."""
     manager, now = scheduler.manager, time.monotonic()
     running = [(request, _described(request, now)) for request in scheduler.running]
     waiting = [(request, _described(request, now)) for request in scheduler.waiting]

@@ -21,11 +21,11 @@ class QueueFull(CapacityError):
 class QueueLength:
     """Length of the waiting queue at one moment."""
 
-    queued: int = 0      # request groups that wait, less the free rows. Negative: rows stay free
+    queued: int = 0      # waiting request groups minus free rows; negative if rows stay free
     num_tokens: int = 0  # of their prompts
 
     def plus(self, queued: int, num_tokens: int) -> "QueueLength":
-        """The length with `queued` more requests, whose prompts have `num_tokens` tokens. Negative numbers: fewer."""
+        """The length with `queued` more requests, whose prompts have `num_tokens` tokens. Negative: fewer."""
         return QueueLength(self.queued + queued, self.num_tokens + num_tokens)
 
     def check(self, options: SchedulingOptions, num_tokens: int) -> None:

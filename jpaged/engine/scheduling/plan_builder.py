@@ -1,7 +1,7 @@
 """Builds a step's plan from a selection of rows and tokens.
 
 Called by: `Scheduler.schedule`, as its last act.
-Owns: the arrays of the plan, and the counts that they make final: tokens computed, tokens in flight.
+Owns: the arrays of the plan, and the counts that they make final (tokens computed, tokens in flight).
 Never: drops a selected request. It adds only the followers that fork from one.
 
 Until the plan is built, preemption may remove a row from the selection. Building the plan makes the selection final:

@@ -13,9 +13,9 @@ budget. One call of `schedule`:
 4. The selection becomes a plan (`plan_builder`). Prompt tokens count as computed from here on, decodes since
    step 1. A follower forks from the first request of its group when the plan finishes the prompt (`forks`).
 
-If no block is free in steps 1 and 2, the last running request in the policy's order is preempted, and the oldest only
-if it is alone (`preemption`). A waiting request that finds no room in step 3 keeps waiting. Decodes never wait for
-prompts, because they come first. `target_step_ms` limits the prompt tokens of a step (`step_pace`).
+If no block is free in steps 1 and 2, the last running request in the policy's order is preempted (`preemption`). The
+oldest is preempted only if it is alone. A waiting request that finds no room in step 3 keeps waiting. Decodes never
+wait for prompts, because they come first. `target_step_ms` limits the prompt tokens of a step (`step_pace`).
 
 If the rope of a model depends on the sequence length (longrope), a sequence that grows beyond `longrope_switch_len`
 needs other KV. The request is preempted there, and recomputes all its tokens.

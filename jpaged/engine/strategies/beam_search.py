@@ -63,7 +63,7 @@ class BeamSearch:
     width:          number of beams, from 1; also the number of hypotheses that are kept.
     max_new_tokens: maximum number of tokens of a hypothesis, from 1.
     end_token_ids:  tokens that end a hypothesis.
-    length_penalty: exponent of the length that a sum is divided by: positive rewards long hypotheses, 0 compares sums.
+    length_penalty: exponent of the length that divides a sum. Positive rewards long hypotheses, 0 compares sums.
     early_stopping: True, False or "never"; see above. With width 1, "never" may look beyond the greedy answer.
 
     Raises RequestError for a value out of range.
