@@ -77,7 +77,7 @@ class SamplingParams:
     """Beam search ranks answers by log-probability / length ** length_penalty. Finite; above 0 favours long answers."""
 
     early_stopping: bool | str = False
-    """When a beam search with `beam_width` finished answers ends. True: at once. False: when no running beam has a
+    """End of a beam search that has `beam_width` finished answers. True: at once. False: when no running beam has a
     better score so far. "never": when no running beam can reach a better score."""
 
     temperature: float = 1.0
@@ -93,7 +93,7 @@ class SamplingParams:
     """Sample from tokens with at least `min_p` times the probability of the most likely one, in [0, 1]. 0 keeps all."""
 
     typical_p: float = 1.0
-    """Locally typical sampling, after all other filters: sample from the tokens whose surprise is nearest to the
+    """Locally typical sampling, after all other filters. Sample from the tokens whose surprise is nearest to the
     entropy, up to this total probability, in (0, 1]. 1 keeps all tokens."""
 
     presence_penalty: float = 0.0
