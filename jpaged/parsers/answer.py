@@ -15,7 +15,7 @@ class ToolCall:
 
 @dataclasses.dataclass(slots=True)
 class ToolCallDelta:
-    """New part of a call. The first delta of a call has its id and name; the others have more of its arguments."""
+    """New part of a call. The first delta of a call has its id and name; later ones have more of its arguments."""
 
     index: int
     id: str | None = None
