@@ -1,6 +1,6 @@
-"""The device side: all that calls JAX. `runner.ModelRunner` is what the engine sees of it.
+"""The device side of the engine: programs and arrays. The engine runs all steps through `runner.ModelRunner`.
 
-Imports run one way: `runner` -> `parallel`, `compile` -> `memory` -> `step` -> `sampling`, `store`. `prediction` is for
-`jpaged plan`. The other modules of this folder serve all of them: the devices (`placement`, `targets`), the arrays on
-them (`state`), and JAX's settings. Weights are cut across devices in `jpaged.models.shard_weights`.
+Imports run one way: `runner` -> `parallel`, `compile` -> `memory` -> `step` -> `sampling`, `store`. All of them may use
+the other modules of this folder: devices (`placement`, `targets`), device arrays (`state`) and JAX's settings.
+`prediction` is for `jpaged plan`. `jpaged.models.shard_weights` splits the weights across devices.
 """

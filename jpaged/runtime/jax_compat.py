@@ -1,4 +1,4 @@
-"""Private names of JAX that have no public counterpart. Tried on JAX 0.10.2, 0.11.2 and 0.12.0.1."""
+"""Private JAX names without a public counterpart. Tried with JAX 0.10.2, 0.11.2 and 0.12.0.1."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from jax._src import config, lru_cache, xla_bridge
 
 
 def backends_are_started() -> bool:
-    """True once JAX has a back end. Options of the back end that are set later have no effect."""
+    """True once JAX has started a backend. Backend options that are set later have no effect."""
     return xla_bridge.backends_are_initialized()
 
 
 def with_old_partitioner() -> contextlib.AbstractContextManager[None]:
     """Lower and compile without Shardy, in this thread.
 
-    Shardy's canonicaliser in JAX 0.11.2 crashes the process if a `shard_map` has an input that nothing uses. Such
-    inputs are constants of code that was simplified away. A program of `Placement.on_each_device` needs no partitioner.
+    Shardy's canonicaliser in JAX 0.11.2 crashes the process if a `shard_map` has an unused input: a constant of code
+    that was simplified away. A program of `Placement.on_each_device` needs no partitioner.
     """
     return config.use_shardy_partitioner(False)
 
@@ -24,8 +24,8 @@ def with_old_partitioner() -> contextlib.AbstractContextManager[None]:
 def damaged_programs_replaced() -> Iterator[None]:
     """Let JAX's compile cache replace a file that it could not read.
 
-    JAX compiles the program again, but keeps the damaged file: every later start would compile it, too. A process that
-    is killed, or a full disk, leaves such files.
+    JAX alone compiles the program again but keeps the damaged file, so every later start would compile it, too.
+    A killed process or a full disk leaves such files.
     """
     write = lru_cache.LRUCache.put
 

@@ -1,4 +1,4 @@
-"""KVFormat: the type of an engine's KV pages (`EngineConfig.kv_cache_dtype`), and the static scales of fp8 pages."""
+"""KVFormat: the dtype of an engine's KV pages (`EngineConfig.kv_cache_dtype`), and the static scales of fp8 pages."""
 
 import dataclasses
 import logging
@@ -24,21 +24,19 @@ _TYPES = {"int8": np.dtype(np.int8), "fp8_e4m3": FP8}
 
 @dataclasses.dataclass(frozen=True)
 class KVFormat:
-    """Type of the KV pages of every layer. Make it with `choose`."""
+    """Dtype and scales of the KV pages of every layer. Make it with `choose`."""
 
     dtype: np.dtype
-    scales: KVScales | None = None  # of fp8 pages; None: 1.0
+    scales: KVScales | None = None  # static scales of fp8 pages; None: 1.0
 
     @classmethod
     def choose(
         cls, spec: DecoderSpec, name: str, dtype: np.dtype, device: Any, scales: KVScales | None = None
     ) -> "KVFormat":
-        """The format that `kv_cache_dtype=name` asks for.
+        """The format of `kv_cache_dtype=name`.
 
-        dtype:  of the weights, which `auto` keeps.
-        device: a jax Device or a Target.
-        scales: of the checkpoint. Only fp8 pages use them.
-        Raises ModelLoadError for an unknown name, and for a model or a device that cannot have such pages.
+        dtype: of the weights; pages of `auto` have it. device: a jax Device or a Target. scales: the checkpoint's. Only
+        fp8 pages use them. Raises ModelLoadError for an unknown name, and if model or device cannot have such pages.
         """
         name = KV_CACHE_DTYPE_ALIASES.get(name, name)
         if name not in KV_CACHE_DTYPES:
@@ -74,7 +72,7 @@ class KVFormat:
         return dataclasses.replace(self, scales=KVScales(self.scales.keys[first:end], self.scales.values[first:end]))
 
     def log(self) -> None:
-        """Log a warning if fp8 pages have no scales from the checkpoint."""
+        """Warn if the checkpoint has no scales for fp8 pages."""
         if self.dtype == FP8 and self.scales is None:
             logger.warning(
                 "kv_cache_dtype='fp8_e4m3': the checkpoint has no scales of keys and values, so they are 1.0. Numbers "
@@ -84,7 +82,7 @@ class KVFormat:
     def page_shapes(
         self, spec: DecoderSpec, block_size: int, num_blocks: int = 1, sharding: jax.sharding.Sharding | None = None
     ) -> KVPages:
-        """Pages of one page array, as ShapeDtypeStructs."""
+        """One page array, as ShapeDtypeStructs."""
         return KVPages.shapes(
             num_blocks, block_size, spec.num_kv_heads, spec.head_dim, self.dtype, v_dim=spec.page_v_dim,
             sharding=sharding,
@@ -104,10 +102,10 @@ class KVFormat:
         ]  # fmt: skip
 
     def _array_scales(self, kv_groups: KVGroups) -> np.ndarray | None:
-        """float32[arrays, 2, kv_heads]: scales of each page array; None: there are none.
+        """Scales of each page array, float32[arrays, 2, kv_heads], or None.
 
-        Layers of several KV groups share an array. Its scale is the largest of theirs, so no layer clips more. The
-        relative precision of a float does not depend on the scale.
+        Layers of different KV groups share an array. It has their largest scale, so no layer clips more. A larger scale
+        does not change the relative precision of a float.
         """
         if self.scales is None:
             return None

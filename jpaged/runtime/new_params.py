@@ -1,4 +1,4 @@
-"""Check of weights that replace those of a running engine: programs take them without a compile and without a copy."""
+"""Checks weights that replace a running engine's weights: programs must accept them without a compile or a copy."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from jpaged.models.spec import Params
 
 
 def check_params(expected: Params | None, params: Params) -> None:
-    """Raise ModelLoadError unless each leaf has the shape, dtype, placement and layout of the leaf of `expected`."""
+    """Raise ModelLoadError unless each leaf has the shape, dtype, placement and layout of its leaf in `expected`."""
     if not isinstance(params, Mapping):
         raise ModelLoadError(f"params is a {type(params).__name__}: must be the tree that the engine started with")
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}

@@ -1,4 +1,4 @@
-"""Finds out why JAX does not use an NVIDIA card that the machine has, and says what to do, in one sentence."""
+"""Explains in one sentence why JAX does not use this machine's NVIDIA GPU, and what to change."""
 
 import importlib.util
 import pathlib
@@ -8,7 +8,7 @@ from jpaged.errors import first_line
 
 # NVIDIA's kernel driver writes its version here. Linux only.
 VERSION_FILE = pathlib.Path("/proc/driver/nvidia/version")
-# Oldest driver of each plugin: NVIDIA's CUDA toolkit release notes, "minor version compatibility".
+# Oldest driver version for each plugin, from NVIDIA's CUDA toolkit release notes, "minor version compatibility".
 OLDEST_DRIVER = {"jax_cuda13_plugin": 580, "jax_cuda12_plugin": 525}
 
 
@@ -23,18 +23,18 @@ def driver_version() -> str | None:
 
 
 def cannot_start(error: Exception) -> str:
-    """One sentence for an error of JAX's when it starts a device. Some of them have no text."""
+    """Message for an error that JAX raised while starting a device. Some of these errors have no text."""
     reason = problem("cpu") or "set JAX_PLATFORMS to a platform that this machine has, or unset it"
     return f"JAX cannot start a device ({first_line(error)}): {reason}"
 
 
 def installed_plugins() -> list[str]:
-    """JAX's plugins for NVIDIA that are installed, newest first."""
+    """Installed JAX plugins for NVIDIA GPUs, newest first."""
     return [name for name in OLDEST_DRIVER if importlib.util.find_spec(name)]
 
 
 def problem(platform: str) -> str | None:
-    """Why an NVIDIA card of this machine is not used. None: it is used, or there is none.
+    """Reason why JAX does not use this machine's NVIDIA GPU. None: JAX uses it, or the machine has no driver.
 
     platform: of JAX's default device.
     """

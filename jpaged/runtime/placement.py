@@ -1,8 +1,8 @@
-"""Placement: the devices that hold an engine's arrays, and how its programs run on them.
+"""Placement: the devices of an engine's arrays, and how programs run on them.
 
 With one device, programs are plain jitted functions. With several, a program runs in `jax.shard_map`: each device runs
-it on its part of the weights and pages. Which axes are split is in `jpaged.models.sharding`; the collectives are where
-the model needs them. No other module of the runtime knows the number of devices.
+it on its part of the weights and pages. `jpaged.models.sharding` says which axes are split, and the model calls the
+collectives. Most other modules of the runtime do not depend on the number of devices.
 """
 
 import dataclasses
@@ -18,12 +18,11 @@ from jpaged.errors import ModelLoadError
 from jpaged.models.sharding import WHOLE, Shards, make_mesh, sharding_on
 from jpaged.runtime.targets import Target
 
-# On NVIDIA, XLA records the loops and branches of a program into its CUDA graphs too: otherwise the host reads each
-# condition in the middle of a step. The list is XLA's default and WHILE; `+WHILE` alone is refused (JAX 0.11.2).
-#
-# XLA takes a program whose arguments fill more than 80% of the memory for one that does not fit, and computes results
-# twice to save memory: 456 kernels instead of 424 in a decode step of Llama 3.1 8B (deviceless). The KV pool fills the
-# memory on purpose, and `memory.plan.fit` counts the bytes of the programs. So that pass is off.
+# CUDA graphs also contain loops and branches. Otherwise the host reads each condition in the middle of a step. The list
+# is XLA's default and WHILE; XLA refuses `+WHILE` alone (JAX 0.11.2).
+# Rematerialization is off. If arguments fill more than 80% of the memory, XLA computes results twice to save memory:
+# 456 kernels instead of 424 in a decode step of Llama 3.1 8B (deviceless). The KV pool fills the memory on purpose, and
+# `memory.plan.fit` already counts the bytes of the programs.
 _NVIDIA_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
@@ -36,21 +35,21 @@ _NVIDIA_OPTIONS = {
 class Placement:
     """The devices of an engine, and the sharding of arrays on them."""
 
-    device: jax.Device | Target  # the first one of this process
-    # of arrays that are whole on every device. None: no compiler for the device is installed, so nothing is compiled
+    device: jax.Device | Target  # the first device of this process
+    # sharding of arrays that are whole on every device. None: no compiler for the device is installed
     sharding: jax.sharding.Sharding | None
-    dump_to: str | None = None  # a folder where XLA writes each program and its commands, as text
+    dump_to: str | None = None  # folder where XLA writes each program and its commands as text
     mesh: Mesh | None = None    # None: one device
     shards: Shards = WHOLE
 
     @classmethod
     def single(cls, device: jax.Device) -> "Placement":
-        """All arrays whole on one device."""
+        """One device that has all arrays."""
         return cls(device, jax.sharding.SingleDeviceSharding(device))
 
     @classmethod
     def over(cls, devices: list[jax.Device], shards: Shards) -> "Placement":
-        """The weights and pages split over several devices, or whole on one."""
+        """Weights and pages split over several devices, or whole on one device."""
         if len(devices) == 1:
             return dataclasses.replace(cls.single(devices[0]), shards=shards)
         return cls._on(make_mesh(devices, shards), shards)
@@ -59,7 +58,7 @@ class Placement:
     def of(cls, params: Any, shards: Shards) -> "Placement":
         """The placement of a tree of weights: arrays, or ShapeDtypeStructs with shardings.
 
-        Raises ModelLoadError if they are on several devices, but not as `shards` says.
+        Raises ModelLoadError if they are on several devices without a mesh.
         """
         mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(params) if _is_split(leaf)), None)
         if mesh is None:
@@ -73,7 +72,7 @@ class Placement:
 
     @classmethod
     def for_target(cls, target: Target, shards: Shards = WHOLE) -> "Placement":
-        """A kind of device that need not be present: its compiler's description, or the target without a compiler."""
+        """Placement on a kind of device that need not be present. Without its compiler nothing can be compiled."""
         if target.missing is not None:
             return cls(target, None, shards=shards)
         return cls.over(target.devices(shards.num_devices), shards)
@@ -92,7 +91,7 @@ class Placement:
         return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
 
     def least(self, number: int) -> int:
-        """The least of the numbers that all processes of the engine call this with. number: < 2**62."""
+        """Minimum of `number` (< 2**62) over all processes of the engine, which must all call this."""
         if self.mesh is None or jax.process_count() == 1:
             return number
         halves = np.array(divmod(number, 2**31), np.int32)  # JAX has no int64 by default
@@ -110,11 +109,11 @@ class Placement:
         return dict(options) if self.dump_to is None else {**options, "xla_dump_to": self.dump_to}
 
     def shape(self, shape: tuple[int, ...], dtype: np.dtype | type) -> jax.ShapeDtypeStruct:
-        """An array with this placement, as a shape to compile with."""
+        """ShapeDtypeStruct of an array that is whole on every device, to compile with."""
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.sharding)
 
     def shapes_of(self, tree: Any) -> Any:
-        """The same tree as shapes to compile with. Arrays that are split over the devices stay so."""
+        """The same tree of ShapeDtypeStructs, to compile with. Split arrays keep their sharding."""
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             sharding = leaf.sharding if _is_split(leaf) else self.sharding
@@ -127,10 +126,10 @@ class Placement:
         return self.sharding if self.mesh is None or latent else sharding_on(self.mesh, 2)
 
     def on_each_device(self, call: Callable[..., Any], arguments: tuple[Any, ...], results: Any) -> Callable[..., Any]:
-        """`call` as a program of all devices: each runs it on its part of the arguments.
+        """`call` in a `shard_map`: each device runs it on its part of the arguments. With one device: `call` itself.
 
-        arguments: arrays or ShapeDtypeStructs with shardings. results: a tree prefix of the results, of arrays with the
-        sharding of a result, or None for results that are whole on every device.
+        arguments: arrays or ShapeDtypeStructs with shardings. results: tree prefix of the results. A leaf is an array
+        with the result's sharding, or None for results that are whole on every device.
         """
         if self.mesh is None:
             return call
@@ -150,7 +149,7 @@ class Placement:
 
 
 def _is_split(leaf: Any) -> bool:
-    """Whether an array, or a ShapeDtypeStruct, is on the devices of a mesh."""
+    """True if an array or ShapeDtypeStruct is on a mesh of several devices."""
     sharding = getattr(leaf, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
 
@@ -160,7 +159,7 @@ def _spec(leaf: Any) -> PartitionSpec:
 
 
 def device_of(tree: Any) -> jax.Device:
-    """The device that holds all arrays of a tree. Raises ModelLoadError if they are on several devices."""
+    """The device of all arrays of a tree. Raises ModelLoadError if they are on several devices."""
     devices = {device for leaf in jax.tree.leaves(tree) for device in _devices(leaf)}
     if len(devices) != 1:
         raise ModelLoadError(f"the parameters are on {len(devices)} devices: put them on one")

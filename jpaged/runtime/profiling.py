@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Starts and stops profiles. JAX has one profiler per process. Any thread may call the methods."""
+    """Starts and stops profiles. JAX has one profiler per process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class Profiler:
             self._running = True
 
     def stop(self) -> None:
-        """Write the profile. Raises EngineError if none is running, or if it cannot be written."""
+        """Write the profile. Raises EngineError if no profile is running, or if it cannot be written."""
         with self._lock:
             if not self._running:
                 raise EngineError("no profile is running")
@@ -38,7 +38,7 @@ class Profiler:
                 raise EngineError(f"the profile cannot be written: {error}") from None
 
     def close(self) -> None:
-        """Write the profile if one is running. Logs it if that fails."""
+        """Write the profile if one is running. Logs a failure."""
         if self._running:
             try:
                 self.stop()

@@ -1,11 +1,11 @@
-"""ModelRunner: the device, as the engine sees it. It packs plans, chooses programs, and runs them.
+"""ModelRunner: the engine's interface to the device. It packs plans, chooses programs, and runs them.
 
 Called by: the step pipeline and `Engine`; `frontend/build.py` makes it.
-Owns: the device: weights, pages, request table, and the table of compiled programs.
+Owns: weights, pages and request table on the device, and the table of compiled programs.
 Never: compiles after ready, or knows what a request is.
 
-`dispatch` starts a step and returns at once with a handle. `collect` waits for that step's tokens. In between the
-engine makes the next plan, so the device never waits for the host.
+`dispatch` starts a step and returns a handle at once. `collect` waits for the step's tokens. In between the engine
+makes the next plan, so the device never waits for the host.
 """
 
 import contextlib
@@ -65,14 +65,14 @@ CLOSED = "the engine is closed: make a new one"
 
 @dataclasses.dataclass(frozen=True)
 class StepHandle:
-    """A step that was dispatched. Arrays are still on the device, and may still be computed."""
+    """A dispatched step. Its arrays are on the device, and may still be computed."""
 
     plan: StepPlan
     counted: jax.Array             # see `step.forward`; ready when the forward pass is done
-    # In chunks, for the plan's `scored` tokens: `Sampled.packed`, or float32[N, size] of a model that pools.
+    # Chunks of the plan's `scored` tokens: `Sampled.packed`, or float32[N, size] if the model pools.
     scores: tuple[jax.Array, ...]
-    # Rows that sample or pool, then padding: `Sampled.packed`, or float32[rows, size] of a model that pools. None if no
-    # row does, or not yet.
+    # Rows that sample or pool, then padding: `Sampled.packed`, or float32[rows, size] if the model pools. None: no row
+    # samples, or the plan waits for masks.
     output: jax.Array | None
 
 
@@ -92,22 +92,22 @@ class ModelRunner:
         cache_counter: CacheCounter | None = None,
         before_first_run: Callable[[], None] = lambda: None,
     ):
-        """Compile the programs and allocate the device state. The engine's thread compiles nothing after that.
+        """Compile the programs and allocate the device state. After that, the engine's thread compiles nothing.
 
-        params:     weights of the shapes in the blueprint. They are used without a copy.
-        token_mask: bool[vocab_size], ids that may be sampled; None = all. Given if the blueprint's model is `masked`.
-        front:      builds and weights of the pipeline stages before the last one, which `build` and `params` are of.
+        params:     weights with the shapes of the blueprint, used without a copy.
+        token_mask: bool[vocab_size], ids that may be sampled; None = all. Required if the build's model is `masked`.
+        front:      builds and weights of the pipeline stages before the last. `build` and `params` are of the last one.
         progress:   show a bar while compiling.
-        background: compile most programs after the constructor has returned, where programs are stored.
+        background: compile most programs after the constructor has returned. Only if `build` has a program store.
         owns_params: nothing else uses the weights, so `release` may delete them on the device.
-        cache_counter: has counted the programs of `build`; None: a new one.
-        before_first_run: called when the programs exist, before any of them runs.
+        cache_counter: a counter that counted cache hits while `build` was made; None: a new one.
+        before_first_run: called when the first programs exist, before any of them runs.
         """
         self._cache_counter = cache_counter or CacheCounter()
         blueprint, self._start = build.blueprint, time.perf_counter()
         spec, placement, limits = blueprint.model.spec, blueprint.placement, build.limits
         state = build.state_shapes()
-        # On CPU memory is filled while programs are read: 0.4 s for 768 MiB. Elsewhere compiling needs free memory.
+        # On CPU the state is filled while programs are read: 0.4 s for 768 MiB. GPUs and TPUs compile with free memory.
         allocation = ThreadPoolExecutor(1)
         early = allocation.submit(build.create_state) if placement.platform == "cpu" else None
         with phase("step programs"):
@@ -137,14 +137,13 @@ class ModelRunner:
         self.max_model_len = limits.max_model_len
         self.vocab_size = spec.vocab_size
         self.num_devices = placement.shards.num_devices
-        # pairs of a token and an expert, in the layers that count them; 0: all devices have the same experts
+        # (token, expert) pairs per token, in the layers that count them; 0: all devices have the same experts
         self._pairs_of_token = blueprint.pairs_of_token
-        self.hidden_bytes = spec.hidden_size * blueprint.dtype.itemsize  # of a token
+        self.hidden_bytes = spec.hidden_size * blueprint.dtype.itemsize  # per token
         self.max_logprobs = blueprint.num_logprobs
         longrope = spec.rope is not None and spec.rope.scaling == "longrope"
         self.longrope_switch_len = spec.rope.original_max_position if longrope else None
-        # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere both take as long as reading the
-        # weights.
+        # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere reading the weights dominates.
         self.min_jump_per_request = 1.0 if placement.platform == "cpu" else 0.0
 
         self.kv_layout = _kv_layout(build, self._mover) if handover else ""
@@ -157,7 +156,7 @@ class ModelRunner:
         self._lm_head_params: Params | None = lm_head_params(spec, params)
         self._owns_params = owns_params
         self._host_weights: HostWeights | None = None  # while released
-        self._released = False  # the device state; `_state` is None then
+        self._released = False  # True: `release` freed the device state; `_state` is None
         self._profiler = Profiler()
         self._token_mask = token_mask
         self._counter = CompileCounter()
@@ -169,10 +168,9 @@ class ModelRunner:
 
     @staticmethod
     def check(spec: DecoderSpec, params: Params | tuple[Params, ...], config: EngineConfig) -> None:
-        """Raise ModelLoadError if the options or the free memory of JAX's default device cannot serve a model.
+        """Raise the ModelLoadErrors of `create` before weights are loaded: for options, and for too little free memory.
 
-        `create` raises the same errors, but only after the weights are on the device. This allocates nothing.
-        params: the tree of weights, as ShapeDtypeStructs.
+        Allocates nothing. params: the tree of weights, as ShapeDtypeStructs.
         """
         shards, stages = shards_of(config), stages_of(spec, config.pipeline_parallel_size)
         devices = find_devices(shards, len(stages))
@@ -196,14 +194,14 @@ class ModelRunner:
         owns_params: bool = False,
         before_first_run: Callable[[], None] = lambda: None,
     ) -> "ModelRunner":
-        """Size the pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
+        """Size the KV pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
 
-        params:        the tree of `spec.param_shapes` (or as `layout` says), on one device. Used without a copy. With
+        params:        the tree of `spec.param_shapes` (or of `layout`), used without a copy. With
                        pipeline_parallel_size: a tuple of trees, one for each stage (`StagedPlacer.finish`).
         tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
-        kv_scales:     of the checkpoint, for fp8 pages; None: 1.0.
+        kv_scales:     the checkpoint's, for fp8 pages; None: 1.0.
         progress:      show a bar while compiling.
-        background:    compile most programs after this has returned. Only where programs are stored.
+        background:    compile most programs after this has returned. Only if programs are stored.
         owns_params, before_first_run: see the constructor.
 
         Raises ModelLoadError for an option that does not fit the model or the memory.
@@ -252,8 +250,8 @@ class ModelRunner:
         return BackgroundCompiler(self._build, store, table, self._note_ready)
 
     def _note_ready(self) -> None:
-        """All programs exist."""
-        # The count of the progress bar and of the table. The few programs that only copy are not in it.
+        """Log that all programs exist, and update the memory plan."""
+        # Counts as the progress bar and the table do: without the few programs that only copy.
         programs, seconds = self.programs.programs, time.perf_counter() - self._start
         read = sum(program.from_cache for program in programs)
         logger.info(
@@ -278,7 +276,7 @@ class ModelRunner:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all programs exist."""
+        """True if all programs exist."""
         return not self.programs.missing
 
     def wait_until_ready(self) -> None:
@@ -286,14 +284,14 @@ class ModelRunner:
         self.programs.wait_for_all()
 
     def can_run(self, sampler: SamplerVariant, *, scores: bool) -> bool:
-        """Whether the programs of a request exist. If not, they are compiled next. Raises as `wait_until_ready`."""
+        """True if the programs of a request exist. Else they are compiled next. Raises as `wait_until_ready`."""
         if self.spec.pools:
             return True
         return self.programs.await_kind(sampler.name) and (not scores or self.programs.await_kind(SCORE))
 
     @property
     def compiles_after_ready(self) -> int:
-        """Programs that steps compiled. 0, unless the program table lacks a program."""
+        """Number of programs that steps compiled: 0, unless the table lacks a program."""
         return self._counter.count
 
     def program_metrics(self) -> ProgramMetrics:
@@ -304,7 +302,7 @@ class ModelRunner:
         return ProgramMetrics(len(programs), len(table.missing), seconds, cache.hits, cache.misses)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Start a step; returns at once. Raises EngineError if the device fails; the KV pool may be empty then."""
+        """Start a step; returns at once. Raises EngineError if the device fails. Then the KV pool may be empty."""
         program = self.programs.forward(plan)
         width, most = self.memory_plan.limits.width, program.shape.max_updates
         with pinned(), self._counter.watching(), self._recovering(program.shape):
@@ -328,7 +326,7 @@ class ModelRunner:
         return StepHandle(plan, counted, scores, output)
 
     def sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:
-        """Sample for a step whose plan waits for masks; returns at once. Raises EngineError if the device fails."""
+        """Sample for a step whose plan waited for masks; returns at once. Raises EngineError if the device fails."""
         with pinned(), self._counter.watching(), self._recovering():
             output = self._sample_or_pool(handle.plan, [*handle.plan.masks, *masks])
         self._start_download(output)
@@ -362,11 +360,11 @@ class ModelRunner:
 
     @property
     def block_arrays(self) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
-        """Shape and dtype of each array of a block, of all layers that share page arrays."""
+        """Shape and dtype of each array of a block, stacked over the page arrays."""
         return self._mover.block_arrays
 
     def read_blocks(self, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
-        """Copies of blocks in host memory, after all dispatched steps. `block_arrays` has their shapes and dtypes.
+        """Copies of blocks in host memory, after all dispatched steps; `block_arrays` has their shapes and dtypes.
 
         Waits for the device. Raises EngineError if it fails.
         """
@@ -377,9 +375,9 @@ class ModelRunner:
         self, moves: Sequence[tuple[BlockMove, int, int]], blocks: Sequence[int],
         contents: Sequence[tuple[np.ndarray, ...]],
     ) -> None:  # fmt: skip
-        """Run moves, and write contents of `read_blocks` into blocks, before the next step. Returns at once.
+        """Run moves, then write `contents` (from `read_blocks`) into `blocks`, before the next step.
 
-        Raises EngineError if the device fails.
+        Returns at once. Raises EngineError if the device fails.
         """
         with pinned(), self._counter.watching(), self._recovering():
             if len(moves):
@@ -390,9 +388,9 @@ class ModelRunner:
     def set_params(self, params: Params) -> None:
         """Replace the weights by a tree of the same structure, shapes, dtypes and placement. No compile, no copy.
 
-        Steps dispatched before keep the old weights. The caller then calls the engine's `note_new_weights`, so that KV
-        of the old weights is not reused.
-        Raises ModelLoadError for a tree that differs, and EngineError if the runner is closed.
+        Steps already dispatched use the old weights. The caller must then call the engine's `note_new_weights`, so that
+        KV of the old weights is not reused. Raises ModelLoadError for a tree that differs. Raises EngineError with
+        pipeline stages, while the weights sleep, or if the runner is closed.
         """
         if self.num_stages > 1:
             raise EngineError(f"set_params: the engine has {self.num_stages} pipeline stages: make a new one")
@@ -410,10 +408,10 @@ class ModelRunner:
         return str(self.programs.forward(plan).shape)
 
     def release(self) -> None:
-        """Free the device state. Move the weights to the host, except on CPU and if others use them.
+        """Free the device state, and move weights that the runner owns to the host. No step may be in flight.
 
-        On CPU they are in host memory already. Arrays that the caller made, or passed to `set_params`, stay: only the
-        caller may delete them. No step may be in flight.
+        On CPU the weights stay: they are in host memory already. Weights that the caller made or passed to `set_params`
+        stay, too: only the caller may delete them.
         """
         if self._released:
             return
@@ -429,9 +427,9 @@ class ModelRunner:
             self._weights = ()
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
-        """Allocate again what `release` freed, with the same shapes: no program compiles. The KV pool is empty.
+        """Allocate the weights, the state, or both again after `release`. No program compiles. The KV pool is empty.
 
-        Raises EngineError if the memory is not free. It can be called again then.
+        Raises EngineError if the memory is not free. Then it can be called again.
         """
         try:
             with pinned():
@@ -450,11 +448,11 @@ class ModelRunner:
             raise EngineError(f"the engine cannot wake up: {reason}") from error
 
     def start_profile(self, folder: str) -> None:
-        """Record what host and device do, into a folder, until `stop_profile`. Raises EngineError if one is running."""
+        """Profile host and device into a folder, until `stop_profile`. Raises EngineError if a profile is running."""
         self._profiler.start(folder)
 
     def stop_profile(self) -> None:
-        """Write the profile. Raises EngineError if none is running."""
+        """Write the profile. Raises EngineError if no profile is running."""
         self._profiler.stop()
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
@@ -465,7 +463,7 @@ class ModelRunner:
         return prompt_len <= (rope.original_max_position or self.spec.max_position)
 
     def close(self) -> None:
-        """End compiling, free the device state, and drop the references to the weights."""
+        """Stop compiling, free the device state, and drop the references to the weights."""
         if self._background is not None:
             self._background.close()
         self._profiler.close()
@@ -486,10 +484,7 @@ class ModelRunner:
         self._mover.close()
 
     def _score(self, scored: np.ndarray) -> tuple[jax.Array, ...]:
-        """Log-probabilities of known tokens, in chunks: no more logits are alive at a time than in sampling.
-
-        A model that pools has vectors of the tokens instead.
-        """
+        """Log-probabilities of known tokens, or vectors if the model pools. Runs in chunks, to limit live logits."""
         if not scored.shape[1]:
             return ()
         if self.spec.pools:
@@ -504,7 +499,7 @@ class ModelRunner:
         return tuple(chunks)
 
     def _pool_tokens(self, places: np.ndarray) -> tuple[jax.Array, ...]:
-        """Vectors of tokens, by the programs that pool rows: as many tokens at a time as there are rows."""
+        """Vectors of tokens, from the `pool` programs: at most one token per row of the largest program at a time."""
         most, chunks = self._live_state.output_rows.shape[1], []
         for first in range(0, len(places), most):
             part = places[first : first + most]
@@ -514,7 +509,7 @@ class ModelRunner:
         return tuple(chunks)
 
     def _sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> jax.Array | None:
-        """Sample or pool for the rows of a plan that reach their end. None if no row does."""
+        """Sample or pool for the plan's rows in `samples`. None if there are none."""
         count = plan.num_samples
         if not count:
             return None
@@ -536,12 +531,12 @@ class ModelRunner:
         return output
 
     def _start_download(self, arrays: Any) -> None:
-        """Start to copy the arrays of a tree to the host. On CPU they are there, and starting a copy takes 46 us."""
+        """Start copies of a tree's arrays to the host. Not on CPU: they are in host memory, and a start takes 46 us."""
         if self._placement.platform != "cpu":
             jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
 
     def _measure_transfers(self) -> TransferCosts:
-        """Measure with a step of padding, which takes as long as a full step without its attention."""
+        """Measure with a step of padding only, which takes as long as a full step without attention."""
         program = self.programs.forwards[-1]
         nothing = np.zeros(0, np.int32)
         idle = StepPlan(nothing, nothing, 0, nothing.astype(bool), nothing, np.zeros((0, 4), np.int32))
@@ -566,7 +561,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _recovering(self, shape: Shape | None = None) -> Generator[None]:
-        """Raise failures inside as EngineError, and restore a state that can serve new requests."""
+        """Raise an Exception inside as EngineError, after making the state usable for new requests."""
         try:
             yield
         except BaseException as error:
@@ -578,7 +573,7 @@ class ModelRunner:
             raise EngineError(f"the device failed a step{which}: {reason}") from error
 
     def _recover(self) -> None:
-        """Allocate an empty state if the failed step has consumed the donated one."""
+        """Allocate an empty state if the old one was donated to the failed step."""
         with pinned():
             self._front.recover()
         if self._state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
@@ -587,12 +582,12 @@ class ModelRunner:
 
 
 def _by_stage(params: Params | tuple[Params, ...]) -> tuple[Params, ...]:
-    """The trees of the pipeline stages. Without stages there is one."""
+    """One tree per pipeline stage."""
     return params if isinstance(params, tuple) else (params,)
 
 
 def _checked(blueprint: Blueprint) -> Blueprint:
-    """The blueprint with kernels that are right on its device."""
+    """The blueprint, with kernels that give correct results on its device."""
     device = blueprint.placement.first_device
     if blueprint.has_unchecked_attention:
         blueprint = blueprint.with_checked_attention(device)
@@ -615,7 +610,7 @@ def _spread(output: np.ndarray, plan: StepPlan) -> np.ndarray:
 
 
 def _kv_layout(build: FittedBuild, mover: BlockMover) -> str:
-    """See `engine.step_plan.Runner.kv_layout`. The weights themselves are not in it, only how they are stored."""
+    """See `engine.step_plan.Runner.kv_layout`. It has the weights' quantization, but not their values."""
     blueprint, limits = build.blueprint, build.limits
     spec = hashlib.sha256(repr(blueprint.model.spec).encode()).hexdigest()[:16]
     arrays = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in mover.block_arrays)

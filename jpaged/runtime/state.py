@@ -1,4 +1,4 @@
-"""DeviceState: the arrays that stay on the device between steps. Every step donates it and returns it."""
+"""DeviceState: the arrays that stay on the device between steps. Each step donates and returns them."""
 
 import dataclasses
 import enum
@@ -21,15 +21,15 @@ from pallas_kernels import KVPages
 if TYPE_CHECKING:
     Leaf = jax.Array
 else:
-    Leaf = Any  # JAX also builds these classes with shapes, formats or None in place of arrays
+    Leaf = Any  # JAX also builds these classes of shapes, formats or None
 
 
 class Field(enum.IntEnum):
     """Columns of the request table. Floats and the two halves of the seed are stored as the bits of an int32."""
 
     LENGTH = 0             # tokens whose KV is in the pages; also the position of the next token
-    LAST_TOKEN = 1         # id of the last sampled token, which a decode computes next
-    ROPE_LEN = 2           # least sequence length for a rope that depends on the length
+    LAST_TOKEN = 1         # id of the last sampled token: the input of the next decode
+    ROPE_LEN = 2           # minimum sequence length for a rope that depends on the length
     TEMPERATURE = 3        # float32; 0 = greedy
     TOP_P = 4              # float32
     TOP_K = 5              # 0 = off
@@ -50,23 +50,20 @@ NUM_FIELDS = len(Field)
 
 
 class Flag(enum.IntFlag):
-    """Bit flags of a row. The first three name the fields of `SamplingState` that are valid for it.
-
-    Other fields may hold a previous request's data.
-    """
+    """Bit flags of a row. The first three: fields of `SamplingState` that are valid. Others may have stale data."""
 
     COUNTS = 1
     BIAS = 2
     MASK = 4
     LOGPROBS = 8  # the row wants log-probabilities
-    BIAS_SCORES = 16  # those of its first `bias_ids`, in place of those of the most likely ids
+    BIAS_SCORES = 16  # log-probabilities are of its first `bias_ids`, not of the most likely ids
 
 
 @flax.struct.dataclass
 class SamplingState:
-    """Extras of all rows: sampling state without a column in the request table. Only SamplerVariant.FULL reads it.
+    """Extras of all rows: sampling state outside the request table. Only SamplerVariant.FULL reads it.
 
-    A row's `Flag`s say which of its fields are valid.
+    A row's `Flag`s name its valid fields.
     """
 
     counts: Leaf    # int32[max_num_seqs, vocab]  2 * (times generated) + (1 if the prompt has the id)
@@ -80,27 +77,26 @@ class SamplingState:
 class DeviceState:
     """KV pages, the request table and the extras. A running request owns one row of the table."""
 
-    # (data, scales) of `pages`. Every call of a program builds the tree of its results: 32 tuples take 1 us, and 32
-    # KVPages 32.
+    # (data, scales) of each of `pages`: building a call's results takes 1 us for 32 tuples, 32 us for 32 KVPages
     page_arrays: tuple[tuple[Leaf, Leaf | None], ...]
     table: Leaf                 # int32[max_num_seqs, NUM_FIELDS]
-    # int32[max_num_seqs, kv_groups * width]  block tables, KV group after KV group. Entries past a row's end, or before
-    # its window, are stale or 0.
+    # int32[max_num_seqs, kv_groups * width]  block tables, one KV group after another. Entries past a row's end or
+    # before its window are stale or 0.
     blocks: Leaf
     hidden: Leaf  # [state_tokens, hidden_size]  hidden states of the last step's tokens, before final norm
-    # int32[2, program_rows]  of rows of the last step that sample or are pooled: the row of the table, and the index of
-    # its last token in `hidden`. Padding is -1.
+    # int32[2, program_rows]  rows of the last step that sample or pool: (row of the table, index of its last token in
+    # `hidden`). Padding is -1.
     output_rows: Leaf
     sampling: SamplingState
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
 
     @property
     def pages(self) -> tuple[KVPages, ...]:
-        """One per page array of `KVGroups`; one per layer if there is one KV group."""
+        """KVPages for each page array of `KVGroups`. With one KV group there is one per layer."""
         return tuple(KVPages(data, scales, self.page_v_dim) for data, scales in self.page_arrays)
 
     def with_pages(self, pages: Iterable[KVPages]) -> "DeviceState":
-        """The state with other pages."""
+        """A state with these pages, and all other arrays of this state."""
         return self.replace(page_arrays=tuple((each.data, each.scales) for each in pages))
 
 
@@ -113,9 +109,9 @@ class StateSizes:
     rows: int        # of the request table
     width: int       # entries of a block table
     tokens: int      # capacity of `hidden`
-    program_rows: int  # most rows of a program
+    program_rows: int  # maximum rows of a program
     custom: int = 0  # parameters of all custom logits processors
-    samples: bool = True  # False: another pipeline stage has `hidden` and the extras
+    samples: bool = True  # False: not the last pipeline stage; `hidden` and the extras are empty
 
 
 def state_shapes(
@@ -124,7 +120,7 @@ def state_shapes(
 ) -> DeviceState:  # fmt: skip
     """A state of ShapeDtypeStructs, to compile with and to count bytes.
 
-    dtype: of hidden states. kv_format: of pages; None: `dtype`.
+    dtype: of hidden states. kv_format: of pages; None: pages of `dtype`.
     """
     sharding = None if placement is None else placement.sharding
     of_pages = None if placement is None else placement.of_pages(latent=spec.latent is not None)
@@ -171,10 +167,7 @@ def bytes_without_pages(state: DeviceState) -> int:
 
 
 def formats(state: DeviceState) -> DeviceState:
-    """Memory layouts of a state's arrays, or None where unspecified: `out_shardings` of a program.
-
-    A donated array that is returned in the layout of the argument is not copied.
-    """
+    """Memory layouts of a state's arrays; None: unspecified. As `out_shardings` they avoid copies of donated arrays."""
     return jax.tree.map(lambda x: x.format if x.format.layout else None, state)
 
 

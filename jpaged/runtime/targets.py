@@ -1,7 +1,7 @@
 """Kinds of devices to plan and compile for. JAX's compilers for NVIDIA and TPU need no device.
 
-The figures are from the vendors' data sheets, and those of a compute capability from NVIDIA's CUDA C++ programming
-guide. 80 GB of memory count as 80e9 bytes, a little less than the cards have.
+The numbers are from the vendors' data sheets; limits of a compute capability are from NVIDIA's CUDA C++ programming
+guide. 80 GB of memory count as 80e9 bytes, a little less than the GPUs have.
 """
 
 import contextlib
@@ -18,30 +18,30 @@ from jpaged.errors import ModelLoadError
 
 GB = 10**9
 
-# Usual links. Bandwidths are the vendors': half of the figure that counts both directions. A ring of TPUs uses two of a
-# chip's ports. v5e and v6e have 4 ports, v5p has 6. Latencies: a step of NCCL's ring with LL128 (hwLat in its
-# tuning.cc), and about 1 us for a hop between TPUs (Austin et al., How to Scale Your Model). NCCL reaches 370 of the
-# 450 GB/s on 8 H100, with arrays of gigabytes (the same).
+# Usual links. Bandwidth is in one direction: half of the vendor's bidirectional number. A ring of TPUs uses two of a
+# chip's ports: v5e and v6e have 4, v5p has 6. Latency of NVIDIA links: one step of NCCL's ring with LL128 (hwLat in its
+# tuning.cc). Latency of a hop between TPUs: about 1 us (Austin et al., How to Scale Your Model). From the same book:
+# NCCL reaches 370 of the 450 GB/s on 8 H100, with arrays of gigabytes.
 _NVLINK_4, _NVLINK_3, _PCIE_4 = Link(450 * GB, 1.9e-6), Link(300 * GB, 1.9e-6), Link(32 * GB, 2.5e-6)
 _ICI_V5E, _ICI_V6E, _ICI_V5P = Link(100 * GB, 1e-6), Link(200 * GB, 1e-6), Link(200 * GB, 1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of device. Has the attributes of a jax Device that choose a kernel."""
+    """A kind of device. Has the attributes of `jax.Device` by which kernels are chosen."""
 
     name: str
     platform: str                    # "cpu", "gpu" or "tpu", as in `jax.Device.platform`
     device_kind: str                 # as in `jax.Device.device_kind`
-    memory_bytes: int | None = None  # None: CPU, where the pool does not depend on it
-    num_cores: int = 1               # multiprocessors, or TensorCores that JAX shows as one device
+    memory_bytes: int | None = None  # None: CPU; its KV pool does not depend on memory
+    num_cores: int = 1               # NVIDIA multiprocessors, or TensorCores per JAX device on TPU
     compute_capability: str = ""     # NVIDIA only
     bandwidth: int = 0               # bytes a second; 0: not known
-    flops: int = 0                   # of dense bfloat16 products, a second; 0: not known
+    flops: int = 0                   # dense bfloat16 FLOPs a second; 0: not known
     l2_bytes: int = 0                # NVIDIA only
     clock_ghz: float = 0.0           # NVIDIA only
     topology: str = ""               # TPU only: the smallest slice, as libtpu names it
-    link: Link | None = None         # to the other devices of a machine or slice; None: not known
+    link: Link | None = None         # to other devices of the machine or slice; None: not known
 
     def slice_of(self, count: int) -> str:
         """TPU only: the smallest slice with `count` chips, as libtpu names it. Raises ModelLoadError."""
@@ -67,14 +67,14 @@ class Target:
         return jax.sharding.SingleDeviceSharding(self.devices(1)[0])
 
     def devices(self, count: int) -> list[jax.Device]:
-        """Descriptions of `count` devices of one machine, or of one slice. Needs the package that `missing` names.
+        """`count` devices of one machine or slice, to compile for. Needs the package that `missing` names.
 
-        Raises ModelLoadError if there is no such slice of TPUs, or if a CPU has not as many devices.
+        Raises ModelLoadError if no TPU slice has `count` chips, or if JAX has fewer CPU devices.
         """
         return list(_devices(self, count))
 
     def tracing(self) -> contextlib.AbstractContextManager[object]:
-        """Context to trace and lower in. Kernels read the device from it."""
+        """Context manager for tracing and lowering. Kernels read the device from it."""
         if self.platform == "cpu":
             return contextlib.nullcontext()
         device = jax.sharding.AbstractDevice(
@@ -83,7 +83,7 @@ class Target:
         return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-@functools.cache  # each description has its own devices, and devices of two descriptions cannot be mixed
+@functools.cache  # every topology description makes new devices, and JAX cannot mix devices of two descriptions
 def _devices(target: Target, count: int) -> tuple[jax.Device, ...]:
     if target.platform == "cpu":
         found = jax.devices("cpu")
@@ -111,12 +111,12 @@ _NO_TPU_MACHINE = {
     "TPU_WORKER_ID": "0",
 }  # fmt: skip
 
-# Slices by number of chips, of TPUs that are connected in 2 and in 3 dimensions
+# Smallest TPU slice for a number of chips. First key: number of "x" in the topology, 1 in 2D and 2 in 3D.
 _SLICES = {
     1: {1: "2x2", 2: "2x2", 4: "2x2", 8: "2x4", 16: "4x4"}, 2: {1: "2x2x1", 2: "2x2x1", 4: "2x2x1", 8: "2x2x2"},
 }  # fmt: skip
 
-# By compute capability: threads, arithmetic units, shared memory and most shared memory of a block, per multiprocessor.
+# By compute capability, per multiprocessor: threads, FPUs, bytes of shared memory, maximum shared bytes of one block.
 _MULTIPROCESSOR = {
     "8.0": (2048, 64, 167936, 166912),
     "8.6": (1536, 128, 102400, 101376),
@@ -126,10 +126,7 @@ _MULTIPROCESSOR = {
 
 
 def _nvidia_config(target: Target) -> str:
-    """Description of the card in XLA's text format.
-
-    Without a driver's version XLA leaves branches, loops and library calls out of the CUDA graphs.
-    """
+    """XLA's text format. Without a driver version, CUDA graphs leave out branches, loops and library calls."""
     threads, units, shared, shared_block = _MULTIPROCESSOR[target.compute_capability]
     major, minor = target.compute_capability.split(".")
     extension = "feature_extension: ACCELERATED_FEATURES" if major == "9" else ""

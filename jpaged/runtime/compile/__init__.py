@@ -1,1 +1,1 @@
-"""From a configuration to a table of compiled programs. Some are compiled after the engine has started."""
+"""From a configuration to compiled programs: the blueprint, the fitted build, and compiling in the background."""

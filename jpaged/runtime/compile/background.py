@@ -1,10 +1,10 @@
 """Compiles the rest of the program table while the engine runs.
 
-1. The engine starts with the largest programs. A larger program can stand in for each missing one: a row's bits are the
-   same in every bucket, on CPU. So answers do not depend on which programs exist.
-2. Threads here trace and store the missing programs, one by one. Tracing takes up to 0.3 s a program and holds Python's
-   global lock; Python gives it to other threads every 5 ms.
-3. Child processes compile them (`worker`). The threads then read the result, and add it to the table.
+1. The engine starts with the largest programs, which can replace each missing one. On CPU a row's bits are the same in
+   every bucket, so answers do not depend on which programs exist.
+2. Threads trace and store the missing programs, one by one. Tracing takes up to 0.3 s a program and holds Python's GIL,
+   which switches threads every 5 ms.
+3. Child processes compile them (`worker`). The threads then read the result and add it to the table.
 
 On GPU and TPU a row's bits may differ between buckets, so all programs are compiled before the engine runs.
 """
@@ -27,15 +27,15 @@ from jpaged.runtime.store.stored_programs import ProgramStore
 logger = logging.getLogger(__name__)
 
 THREAD_NAME = "jpaged-compile"
-MAX_WORKERS = 4  # each takes up to 550 MiB (demo model, peak while it compiles)
-CORES_PER_WORKER = 2  # the engine needs cores too
+MAX_WORKERS = 4  # each uses up to 550 MiB (demo model, peak while compiling)
+CORES_PER_WORKER = 2  # the engine needs cores, too
 
 
 class BackgroundCompiler:
-    """Threads that compile what a program table lacks. `close` ends them."""
+    """Threads that compile the missing programs of a table. `close` ends them."""
 
     def __init__(self, build: FittedBuild, store: ProgramStore, table: ProgramTable, on_ready: Callable[[], None]):
-        """Start. on_ready: called in a thread when all programs exist."""
+        """Start the threads. on_ready: called in one of them when all programs exist."""
         self._build = build
         self._store = store
         self._table = table
@@ -56,14 +56,14 @@ class BackgroundCompiler:
             thread.start()
 
     def close(self) -> None:
-        """Kill the child processes and end the threads. Waits for a program that is being traced or read."""
+        """Kill the child processes and end the threads. Waits while a thread traces or reads a program."""
         self._forget_exit()
         self._closing = True
         self._table.fail(EngineError("the engine is closed"))
         for thread in self._threads:
             while thread.is_alive():
                 for worker in self._workers:
-                    worker.kill()  # again and again: one may just be starting
+                    worker.kill()  # repeated, because a worker may be starting
                 thread.join(0.02)
 
     def _run(self, worker: CompileWorker) -> None:
@@ -92,19 +92,19 @@ class BackgroundCompiler:
 
 
 class _Closed(Exception):
-    """The engine is closed while a program is compiled."""
+    """The engine was closed while a program was compiled."""
 
 
 @dataclasses.dataclass
 class _Guarded:
-    """A worker that may fail: then the calling thread compiles. It must not compile for a closed engine."""
+    """A worker that may fail. Then the calling thread compiles, unless the engine is closed."""
 
     worker: CompileWorker
     is_closing: Callable[[], bool]
     failure: Exception | None = None
 
     def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
-        """See `CompileWorker.compile`. A worker that has failed is not started again. Raises _Closed."""
+        """See `CompileWorker.compile`. A failed worker is not started again. Raises _Closed if the engine closes."""
         failure = None
         if not self.is_closing() and self.failure is None:
             try:
@@ -119,7 +119,7 @@ class _Guarded:
 
 
 def in_order(shapes: Iterable[Shape]) -> list[Shape]:
-    """First one program of each kind, so that every request can run soon. Then the remaining ones, largest first."""
+    """First the largest of each kind, so that every request can run soon. Then the others, largest first."""
     largest_first = sorted(shapes, key=size, reverse=True)
     kinds = {kind_of(shape): shape for shape in reversed(largest_first)}
     first = list(kinds.values())

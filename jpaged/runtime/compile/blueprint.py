@@ -1,11 +1,10 @@
 """Start-up as a chain: blueprint -> fitted build -> runner. `ModelRunner` calls `FittedBuild.compile_table`.
 
-1. `Blueprint.draw` decides sizes, shapes and the attention implementation from model, options and device. It knows
-   nothing of memory.
-2. `Blueprint.fit` sizes the KV pool and returns a `FittedBuild`, which knows every array's shape and compiles programs.
+1. `Blueprint.draw` chooses sizes, shapes and implementations from model, options and device, before memory is known.
+2. `Blueprint.fit` sizes the KV pool and returns a `FittedBuild`. It has every array's shape, and compiles programs.
 3. The runner is made from the fitted build and the weights.
 
-`jpaged plan` uses the same chain up to the fitted build. So the plan compiles the program that the engine runs.
+`jpaged plan` uses the same chain up to the fitted build, so it compiles the programs that the engine runs.
 """
 
 import dataclasses
@@ -52,15 +51,15 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A model as an engine runs it, without the values of its weights."""
+    """A model as an engine runs it. The values of its weights are not used."""
 
     spec: DecoderSpec
     params: Params  # arrays or ShapeDtypeStructs
     layout: WeightLayout = WeightLayout()
-    masked: bool = False  # a mask of the tokenizer's token ids limits what is sampled
-    kv_scales: KVScales | None = None  # of the checkpoint, for fp8 pages; None: 1.0
+    masked: bool = False  # only ids that the tokenizer has are sampled
+    kv_scales: KVScales | None = None  # the checkpoint's, for fp8 pages; None: 1.0
     processors: tuple[LogitsProcessor, ...] = ()
-    stage: Stage = ALONE  # `params` are those of this pipeline stage; `spec` is the whole model's
+    stage: Stage = ALONE  # pipeline stage of `params`; `spec` is the whole model's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +70,13 @@ class Blueprint:
     config: EngineConfig
     placement: Placement
     limits: memory.Limits  # `fit` may lower max_model_len
-    implementation: str    # of attention
+    implementation: str    # attention implementation
     kv_format: KVFormat
-    gated_dot: str | None = None  # implementation; None: the tuning table chooses, for each program
+    gated_dot: str | None = None  # implementation; None: the tuning table chooses one for each program
 
     @classmethod
     def draw(cls, model: ServedModel, config: EngineConfig, placement: Placement) -> "Blueprint":
-        """Choose values for options that the caller left at None.
-
-        Raises ModelLoadError for an option that does not fit the model or the device.
-        """
+        """Fill in options without a value. Raises ModelLoadError for an option that does not fit model or device."""
         kv_format = KVFormat.choose(
             model.spec, config.kv_cache_dtype, _dtype(model), placement.device, model.kv_scales
         )
@@ -103,7 +99,7 @@ class Blueprint:
 
     @property
     def local_spec(self) -> DecoderSpec:
-        """The part of the model that one device has."""
+        """The spec of the model's part on one device."""
         return local_spec(self.model.spec, self.placement.shards)
 
     @property
@@ -113,7 +109,7 @@ class Blueprint:
 
     @property
     def num_logprobs(self) -> int:
-        """Most log-probabilities that the programs return for a token."""
+        """Maximum log-probabilities that the programs return for a token."""
         most, vocab_size = self.config.max_logprobs, self.model.spec.vocab_size
         return vocab_size if most < 0 else min(most, vocab_size)
 
@@ -145,7 +141,7 @@ class Blueprint:
 
     @property
     def pairs_of_token(self) -> int:
-        """Pairs of a token and an expert that the forward programs count for each token; 0: they count none."""
+        """(token, expert) pairs that the forward programs count for each token; 0: they count none."""
         spec, layers = self.model.spec, self.model.params["layers"]
         if spec.experts is None or not self.placement.shards.splits_experts:
             return 0
@@ -153,7 +149,7 @@ class Blueprint:
 
     @property
     def largest_shapes(self) -> tuple[ForwardShape | SampleShape | PoolShape, ...]:
-        """The programs with the largest temporaries: most tokens, and most rows with the most complete sampler."""
+        """The programs with the largest temporaries: largest forward program, and largest FULL sampler or pooler."""
         shapes = self.program_shapes
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
         samplers = [shape for shape in shapes if isinstance(shape, SampleShape)]
@@ -161,19 +157,19 @@ class Blueprint:
         forward = max(forwards, key=lambda shape: (shape.tokens, not shape.is_decode))
         if poolers:
             return forward, max(poolers, key=lambda shape: shape.rows)
-        if not samplers:  # a pipeline stage that is not the last
+        if not samplers:  # not the last pipeline stage
             return (forward,)
         return forward, max(samplers, key=lambda shape: (shape.rows, shape.variant))
 
     @property
     def first_shapes(self) -> list[Shape]:
-        """Programs that an engine cannot start without: the largest that compute, and that sample greedily or pool."""
+        """Programs that an engine needs to start: the largest decode, mixed, greedy and pool programs."""
         needed = (DECODE, MIXED, SamplerVariant.GREEDY.name, POOL)
         largest = {kind_of(shape): shape for shape in sorted(self.program_shapes, key=size)}
         return [largest[kind] for kind in needed if kind in largest]
 
     def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> "FittedBuild":
-        """Size the KV pool: see `memory.fit` for arguments and errors."""
+        """Size the KV pool. Arguments and errors: see `memory.fit`."""
         plan = memory.fit(
             self.local_spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
             weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
@@ -182,15 +178,15 @@ class Blueprint:
         return FittedBuild(self, plan)
 
     def fit_device(self, cache_folder: pathlib.Path | None) -> "FittedBuild":
-        """Size the KV pool by the free memory of the devices, which hold the weights already.
+        """Size the KV pool by the free memory of the devices, which already have the weights.
 
-        On an accelerator this compiles the programs with the largest temporaries. The pool keeps the size of an earlier
-        start if that still fits (`memory.remembered_blocks`).
+        On an accelerator, compiles the programs with the largest temporaries. Reuses the pool size of an earlier start
+        if it still fits (`memory.remembered_blocks`).
         """
         free = self._free_bytes()
         if free is None:
             kernels = _kernels(self.model)
-            # a stored program has no shardings
+            # stored programs have no shardings
             several = self.placement.mesh is not None or self.model.stage is not ALONE
             store = None if several else ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
@@ -200,13 +196,13 @@ class Blueprint:
         return build.with_blocks(self.placement.least(max(blocks, build.limits.blocks_per_request)))
 
     def _free_bytes(self) -> int | None:
-        """Free bytes of the fullest device of all processes: their programs have one shape. None on CPU."""
+        """Free bytes of the fullest device of all processes, because all run the same programs. None on CPU."""
         each = [memory.free_device_bytes(device, self.config) for device in self.placement.own_devices]
         known = [free for free in each if free is not None]
         return self.placement.least(min(known)) if len(known) == len(each) else None
 
     def check_memory(self) -> None:
-        """Raise ModelLoadError if the devices' free memory cannot serve the model. The weights are not on them yet."""
+        """Raise ModelLoadError if free device memory cannot serve the model. For devices without the weights."""
         host_slots(self.config.swap_space, self.block_bytes)
         free = self._free_bytes()
         weights = memory.tree_bytes(self.model.params)
@@ -214,19 +210,19 @@ class Blueprint:
 
     @property
     def has_unchecked_attention(self) -> bool:
-        """Whether attention must be compared with its reference: on an accelerator, and after compiling for this CPU.
+        """True if attention must be checked: on accelerators, and for a CPU kernel that was just compiled.
 
-        Latent pages (spec.latent) have no kernel on accelerators.
+        False for latent pages (spec.latent), which have no kernel on accelerators.
         """
         if self.model.spec.latent is not None:
             return False
         return self.placement.platform != "cpu" or (self.implementation == "cpu" and cpu.is_new())
 
     def with_checked_attention(self, device: jax.Device) -> "Blueprint":
-        """The blueprint with the first implementation of attention that agrees with its reference on this device.
+        """The blueprint with the first attention implementation that agrees with its reference on this device.
 
-        An implementation that fails is logged as an error, and the next one in line is tried: smaller tiles, then XLA
-        operations. Raises ModelLoadError if the caller named the implementation, or if none is right.
+        Logs each failure as an error, then tries the next implementation: smaller tiles, then XLA operations. Raises
+        ModelLoadError if all fail, or if the options name one and it fails.
         """
         named, failures = self.config.attention_implementation, []
         call = _attention_call(self.local_spec, self.dtype, self.limits, self.kv_format)
@@ -262,7 +258,7 @@ class Blueprint:
         )
 
     def with_checked_gated_dot(self, device: jax.Device) -> "Blueprint":
-        """The blueprint with an implementation of `gated_dot` that works on this device: `checked_implementation`."""
+        """The blueprint with a `gated_dot` that works on this device. See `checked_implementation`."""
         model, shapes = self.model, self.program_shapes
         tokens = [shape.tokens for shape in shapes if isinstance(shape, ForwardShape)]
         params = local_shapes(model.params)
@@ -270,7 +266,7 @@ class Blueprint:
         return dataclasses.replace(self, gated_dot=name)
 
     def check_attention(self, device: jax.Device) -> None:
-        """Compare attention with its reference. Raises KernelCheckError if the kernels are wrong on this device."""
+        """Compare attention with its reference. Raises KernelCheckError if results are wrong on this device."""
         spec, largest = self.local_spec, 0.0
         for window in dict.fromkeys(spec.windows):
             errors = self_check(
@@ -294,16 +290,16 @@ class Blueprint:
         return memory.table_bytes(self.model.spec, self.limits, self.dtype)
 
     def with_blocks(self, num_blocks: int) -> "FittedBuild":
-        """A build with a pool of `num_blocks` blocks, whether or not they fit into memory."""
+        """A build with a pool of `num_blocks` blocks, even if they do not fit into memory."""
         weights = memory.tree_bytes(self.model.params)
         plan = memory.MemoryPlan(self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes)
         return FittedBuild(self, plan)
 
     def largest_temporaries(self, free_bytes: int | None) -> tuple[Shape, int]:
-        """The program with the most temporaries, and their bytes: compiled with a pool of about the final size.
+        """The program with the most temporaries, and their bytes. Compiles with a pool of about the final size.
 
-        The temporaries depend on the pool. For Llama 3.1 8B on an H200 (deviceless), XLA kept one copy of the logits
-        less over 2,048 blocks than over 8,192: 427 and 559 MB. free_bytes: see `memory.fit`.
+        The temporaries depend on the pool. For Llama 3.1 8B on an H200 (deviceless) they are 427 MB with 2,048 blocks
+        and 559 MB with 8,192: XLA keeps one more copy of the logits. free_bytes: see `memory.fit`.
         """
         if free_bytes is not None:
             free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - self.table_bytes)
@@ -315,7 +311,7 @@ class Blueprint:
 
 
 def with_one_pool(builds: Sequence["FittedBuild"]) -> list["FittedBuild"]:
-    """Builds of pipeline stages with the same number of blocks and the same max_model_len: the smallest of theirs."""
+    """The builds of pipeline stages, all with the smallest number of blocks and the smallest max_model_len."""
     blocks = min(build.memory_plan.num_blocks for build in builds)
     length = min(build.limits.max_model_len for build in builds)
     limits = [dataclasses.replace(build.limits, max_model_len=length) for build in builds]
@@ -327,19 +323,19 @@ def with_one_pool(builds: Sequence["FittedBuild"]) -> list["FittedBuild"]:
 
 @dataclasses.dataclass(frozen=True)
 class FittedBuild:
-    """A blueprint with a memory plan: the shape of every array is known. Make it with `Blueprint.fit`."""
+    """A blueprint with a memory plan, so every array's shape is known. Make it with `Blueprint.fit`."""
 
     blueprint: Blueprint
     memory_plan: memory.MemoryPlan
-    store: ProgramStore | None = None  # of the step programs; None: every start traces them
+    store: ProgramStore | None = None  # store of the programs; None: every start traces them
 
     @property
     def limits(self) -> memory.Limits:
-        """Sizes of the engine, as they fit."""
+        """Limits of the engine, after fitting into memory."""
         return self.memory_plan.limits
 
     def with_blocks(self, num_blocks: int) -> "FittedBuild":
-        """The same build with another size of the pool."""
+        """The same build with a pool of `num_blocks` blocks."""
         return dataclasses.replace(self, memory_plan=dataclasses.replace(self.memory_plan, num_blocks=num_blocks))
 
     def state_shapes(self) -> DeviceState:
@@ -362,7 +358,7 @@ class FittedBuild:
     def compile(self, shape: Shape) -> jax.stages.Compiled:
         """Compile one program of the table: see `compile_forward` and `compile_output`."""
         blueprint, model, state = self.blueprint, self.blueprint.model, self.state_shapes()
-        with pinned():  # settings belong to a thread, and programs compile in several
+        with pinned():  # settings are per thread, and several threads compile
             if isinstance(shape, ForwardShape):
                 return compile_forward(
                     model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
@@ -401,7 +397,7 @@ def _kernels(model: ServedModel) -> tuple[str, ...]:
 
 
 def _check_activations(name: str, params: Any, device: Any) -> None:
-    """Raise ModelLoadError if no product of the model rounds activations as the option says, or the device cannot."""
+    """Raise ModelLoadError if no matmul of the model can use such activations, or the device cannot."""
     if name not in ("int8", "fp8"):
         return
     if not any(weight.activations == name for weight in quantized_parts(params)):
@@ -427,7 +423,7 @@ def _check_activations(name: str, params: Any, device: Any) -> None:
 def _attention_call(
     spec: DecoderSpec, dtype: np.dtype, limits: memory.Limits, kv_format: KVFormat
 ) -> tuple[Any, ...]:
-    """Arguments of the largest call of attention, as shapes. spec: of the part of the model that one device has."""
+    """Arguments of the largest attention call, as shapes. spec: the part on one device."""
     q = jax.ShapeDtypeStruct((limits.max_num_batched_tokens, spec.num_heads, spec.head_dim), dtype)
     pages = kv_format.page_shapes(spec, limits.block_size)
     tables = jax.ShapeDtypeStruct((limits.max_num_seqs, limits.width), np.dtype(np.int32))
@@ -435,7 +431,7 @@ def _attention_call(
 
 
 def _implementation(config: EngineConfig, call: tuple[Any, ...], placement: Placement) -> str:
-    """The attention implementation that the options name, or the default of the platform and the call."""
+    """The attention implementation of the options, or the default for the device and the call."""
     name = config.attention_implementation
     if name is None:
         return usable_implementations(placement.device, *call)[0]
@@ -444,7 +440,7 @@ def _implementation(config: EngineConfig, call: tuple[Any, ...], placement: Plac
         raise ModelLoadError(f"attention_implementation={name!r}: must be one of {known}; leave it out for the default")
     reason = IMPLEMENTATIONS[name].refuse(placement.device, *call)
     if name in ("mosaic_gpu", "mosaic_prefill") and placement.device.platform == "cpu":
-        # `refuse` accepts a CPU for the kernels' tests, which switch on JAX's interpreter of Mosaic GPU
+        # `refuse` accepts a CPU for tests of the kernels, which run in JAX's interpreter of Mosaic GPU
         reason = "it is for NVIDIA's Hopper (compute capability 9), not for a CPU"
     if reason is not None:
         raise ModelLoadError(

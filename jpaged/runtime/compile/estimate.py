@@ -1,8 +1,7 @@
-"""Estimate the temporaries of a program without compiling it, for devices without an installed compiler.
+"""Estimates the temporaries of a program without compiling it, for devices whose compiler is not installed.
 
-The estimate errs on the high side. A layer's intermediate results and the sampler's copies of the logits are never
-alive together, and layers reuse each other's buffers. The factors were fitted to compiled programs; docs/decisions.md
-has the ratios.
+The estimate errs on the high side. Layers reuse each other's buffers, and the sampler is another program. The factors
+were fitted to compiled programs; docs/decisions.md has the ratios.
 """
 
 from typing import TYPE_CHECKING
@@ -15,10 +14,10 @@ if TYPE_CHECKING:
     from jpaged.runtime.compile.blueprint import Blueprint
     from jpaged.runtime.step.program_shapes import Shape
 
-# float32 copies of the logits: the logits, the sampler's processed ones, and the sort of the most likely ones.
+# float32 copies of the logits: the logits, the processed logits, and the sort of the most likely logits.
 LOGITS = {"gpu": 4.5, "tpu": 10.0, "cpu": 4.5}
-HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, normed, and in float32
-TILE_ROWS, KEYS = 16, 128  # of the XLA attention
+HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, its norm, and float32 copies
+TILE_ROWS, KEYS = 16, 128  # tile sizes of the XLA attention
 
 
 def estimate_temporaries(blueprint: "Blueprint") -> "tuple[Shape, int]":
@@ -33,7 +32,7 @@ def estimate_temporaries(blueprint: "Blueprint") -> "tuple[Shape, int]":
 
 
 def _logits(blueprint: "Blueprint", shape: SampleShape | PoolShape) -> int:
-    """Logits of every row and the sampler's copies, or the vectors of a model that pools."""
+    """Logits and the sampler's copies, or the vectors of a model that pools."""
     spec = blueprint.model.spec
     copies = 1 if isinstance(shape, PoolShape) else LOGITS[blueprint.placement.platform]
     hidden = HIDDEN * shape.rows * spec.hidden_size * blueprint.dtype.itemsize
@@ -41,7 +40,7 @@ def _logits(blueprint: "Blueprint", shape: SampleShape | PoolShape) -> int:
 
 
 def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
-    """Gate, up and their product, in the widest kind of layer."""
+    """Gate, up and their elementwise product, in the widest kind of layer."""
     spec = blueprint.local_spec
     width = 3 if spec.gated else 2
     dense = 0
@@ -58,7 +57,7 @@ def _feed_forward(blueprint: "Blueprint", shape: ForwardShape) -> int:
 
 
 def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
-    """Queries, keys and values twice (before and after rope), and the keys and values that XLA's attention gathers."""
+    """Queries, keys and values, before and after rope, and keys and values that XLA's attention gathers."""
     spec, item = blueprint.local_spec, blueprint.dtype.itemsize
     v_dim = spec.page_v_dim or spec.head_dim
     total = 2 * shape.tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * item

@@ -1,4 +1,4 @@
-"""Implementation of `gated_dot` in a model's programs: the option, the tuning table, and the check at start."""
+"""Chooses the implementation of `gated_dot`: from the option or the tuning table, then checked at start."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def named_implementation(
     config: EngineConfig, spec: DecoderSpec, params: Params, layout: WeightLayout, device: Any
 ) -> str | None:
-    """The implementation that the options name. None: the tuning table chooses, for each program.
+    """The implementation that the options name. None: the tuning table chooses one for each program.
 
     device: a jax Device or a Target. Raises ModelLoadError if the implementation cannot compute the model's layers.
     """
@@ -46,12 +46,11 @@ def checked_implementation(
     name: str | None, spec: DecoderSpec, params: Params, layout: WeightLayout, tokens: Iterable[int],
     device: jax.Device,
 ) -> str | None:  # fmt: skip
-    """The implementation after a comparison of the kernel with its reference, in programs that use the kernel.
+    """Compare the kernel with its reference on this device. Returns `name`, or "xla" if the kernel fails.
 
-    name:   of `named_implementation`. tokens: of the forward programs.
-
-    If the kernel is wrong on this device, or does not compile, an error is logged and the result is "xla". Raises
-    ModelLoadError instead if the options name the kernel.
+    name: from `named_implementation`. tokens: sizes of the forward programs; those that use the kernel are checked. A
+    kernel fails if its result is wrong or it does not compile. Logs a failure as an error. Raises ModelLoadError
+    instead if the options name the kernel.
     """
     activation, largest = spec.activation.value, None
     try:
@@ -80,7 +79,7 @@ def checked_implementation(
 
 
 def _weights(spec: DecoderSpec, params: Params, layout: WeightLayout) -> Iterator[Any]:
-    """The distinct shapes of the weights of `gated_dot` in a model: [2, intermediate, hidden]."""
+    """Distinct shapes of a model's `gated_dot` weights: [2, intermediate, hidden]."""
     seen = set()
     for layer in params["layers"]:
         if not takes_gated_dot(spec, layout, {**params, **layer}) or is_quantized(layer["gate_up"]):

@@ -1,4 +1,4 @@
-"""The finite table of programs: compiling them all before ready, and choosing one for a plan."""
+"""The finite table of programs: chooses their shapes, compiles them, and finds the program for a plan."""
 
 import concurrent.futures
 import dataclasses
@@ -22,14 +22,117 @@ from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreSha
 from jpaged.runtime.step.program_shapes import DECODE, MIXED, POOL, SCORE, Kind, Shape, kind_of, size
 from jpaged.runtime.store.cache import cache_hits
 
+# Maximum number of programs with default options. Five are not in the table: upload_row, two sizes of block copies, and
+# two of ExtrasUploader. A host tier adds two.
+MAX_PROGRAMS = 24
+MAX_STEP_PROGRAMS = MAX_PROGRAMS - 5
+MAX_ROW_BUCKETS = 4
+MAX_FORWARD_PROGRAMS = 8
+MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL
+# Below 8 rows XLA's CPU matmuls give other bits, and bf16 is 5 to 18 times slower. 8 rows take as long as 2.
+MIN_BUCKET = 8
+# XLA's CPU reductions give other bits if all rows together have fewer elements than this.
+MIN_REDUCTION = 4096
+
+
+def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
+    """Minimum rows and tokens of a program. On CPU it makes a row's bits the same in every program.
+
+    It is 8 for real models. Tiny models need more, so that their norms reduce over MIN_REDUCTION elements.
+    """
+    if platform != "cpu":
+        return MIN_BUCKET
+    widths = [spec.hidden_size, spec.vocab_size]  # of normalised vectors
+    if spec.qk_norm is not None:
+        widths.append(spec.num_kv_heads * spec.head_dim)
+    if spec.latent is not None:
+        widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
+    narrowest = min(widths)
+    return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
+
+
+Shape = ForwardShape | OutputShape
 logger = logging.getLogger(__name__)
 
 ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
 
 
+def bucket_shapes(
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    num_kv_groups: int = 1,
+    smallest: int = MIN_BUCKET,
+    row_buckets: Sequence[int] | None = None,
+    token_buckets: Sequence[int] | None = None,
+    pools: bool = False,
+    context: int = 1,
+) -> list[Shape]:
+    """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
+
+    Forward programs: one per row bucket for steps of decodes only; one per token bucket, with the maximum of rows, for
+    all other steps. `sample` programs: one per row bucket and sampler variant, fewer for FULL. One `score` program. A
+    model that pools has only a forward program per token bucket and a `pool` program per row bucket.
+
+    context: number of devices that share a program's tokens, if each gets `smallest` tokens or more. Decodes are not
+    shared: most of their time goes to reading the weights, and each device must read all of them. Raises ModelLoadError
+    if no program can be shared.
+    """
+    max_rows = max(max_num_seqs, smallest)
+    max_tokens = max(max_num_batched_tokens, smallest)
+    if row_buckets:
+        rows = _checked(row_buckets, smallest, max_rows)
+    else:
+        rows = _thin(_powers(smallest, max_rows), MAX_ROW_BUCKETS)
+    if token_buckets:
+        tokens = _checked(token_buckets, smallest, max_tokens)
+    else:
+        # Drops small buckets first: 16 tokens cost about as much as 32, but 128 cost half as much as 256.
+        tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
+    parts = [1 if n % context or n // context < smallest else context for n in tokens]
+    if context not in parts:
+        raise ModelLoadError(
+            f"prefill_context_parallel_size={context}: no program can be split into {context} parts of {smallest} "
+            f"tokens or more (token_buckets {', '.join(map(str, tokens))}): use a power of two, or token_buckets and "
+            f"max_num_batched_tokens with a multiple of {context * smallest}"
+        )
+    mixed = [
+        ForwardShape(False, n, max_rows, block_size, num_kv_groups, count)
+        for n, count in zip(tokens, parts, strict=True)
+    ]
+    if pools:
+        return [*mixed, *(PoolShape(n) for n in rows)]
+    decodes = [ForwardShape(True, n, n, block_size, num_kv_groups) for n in rows]
+    samplers = [SampleShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
+    full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
+    samplers += [SampleShape(n, SamplerVariant.FULL) for n in full]
+    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1])]
+
+
+def _powers(low: int, high: int) -> list[int]:
+    """low times powers of two, below high; then high itself."""
+    values = [low << i for i in range(32) if low << i < high]
+    return [*values, high]
+
+
+def _thin(values: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the values, evenly spaced, including the largest."""
+    if len(values) <= most:
+        return list(values)
+    if most == 1:
+        return [values[-1]]
+    return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
+
+
+def _checked(values: Sequence[int], smallest: int, largest: int) -> list[int]:
+    """The caller's buckets, sorted, clipped to smallest..largest, and with the largest added."""
+    return sorted({max(smallest, min(int(v), largest)) for v in values} | {largest})
+
+
 @runtime_checkable
 class CompiledProgram(Protocol):
-    """A `jax.stages.Compiled`, called with the arguments that its compile function lists."""
+    """A `jax.stages.Compiled`. Takes the arguments that its compile function lists."""
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
@@ -38,24 +141,24 @@ class CompiledProgram(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[ShapeT]):
-    """A compiled program, and the cost of making it."""
+    """A compiled program and its cost."""
 
     shape: ShapeT
     run: CompiledProgram
     seconds: float   # to trace, lower and compile, or to read from the disk cache
-    temp_bytes: int  # device memory that it allocates while it runs; arguments and results not included
+    temp_bytes: int  # device memory while it runs, without arguments and results
     from_cache: bool = False  # read from the disk cache
 
 
 def compiled(shape: Shape, compile_one: Callable[[Shape], jax.stages.Compiled]) -> Program[Any]:
-    """Compile a program, and measure the cost."""
+    """Compile a program and measure its cost."""
     start, hits = time.perf_counter(), cache_hits()
     run = compile_one(shape)
     return Program(shape, run, time.perf_counter() - start, temp_bytes(run), cache_hits() > hits)
 
 
 class ProgramTable:
-    """The programs of an engine. Those that are missing at first come from another thread."""
+    """The programs of an engine. Other threads may `add` programs that are missing at first."""
 
     forwards: list[Program[ForwardShape]]  # decodes first, then by tokens
     samplers: list[Program[SampleShape]]   # by variant, then by rows
@@ -63,15 +166,15 @@ class ProgramTable:
     scorer: Program[ScoreShape] | None
 
     def __init__(self, programs: Sequence[Program[Any]], missing: Iterable[Shape] = ()):
-        """missing: shapes whose programs `add` will bring."""
+        """missing: shapes of programs that `add` will deliver."""
         self.missing = frozenset(missing)
-        self._failure: Exception | None = None  # of the thread that brings programs
+        self._failure: Exception | None = None  # of a thread that adds programs
         self._awaited: set[Kind] = set()
         self._change = threading.Condition()
         self._arrange(programs)
 
     def _arrange(self, programs: Sequence[Program[Any]]) -> None:
-        """Replace the lists. A thread that reads them sees an old or a new one, whole."""
+        """Replace the lists. Each is replaced atomically, because other threads read them without a lock."""
 
         def of(kind: type) -> list[Program[Any]]:
             return [program for program in programs if isinstance(program.shape, kind)]
@@ -96,11 +199,11 @@ class ProgramTable:
         progress: bool,
         missing: Sequence[Shape] = (),
     ) -> "ProgramTable":
-        """Compile every shape, in one thread per core: XLA compiles outside Python's lock. missing: see `__init__`."""
+        """Compile every shape, in one thread per core: XLA releases Python's GIL. missing: see `__init__`."""
 
-        # The largest programs take longest. They start first, so that none of them runs alone at the end.
+        # The largest programs compile longest, so they start first. Otherwise one of them compiles alone at the end.
         order = sorted(shapes, key=lambda shape: (not isinstance(shape, ForwardShape), -size(shape)))
-        hidden = None if progress else True  # None: hidden where stderr is not a terminal, as in a log of JSON lines
+        hidden = None if progress else True  # None: hidden if stderr is not a terminal, as in JSON logs
         with (
             concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
             tqdm(total=len(shapes), desc="Compiling", unit="program", disable=hidden, leave=False) as bar,
@@ -119,7 +222,7 @@ class ProgramTable:
             return cls([future.result() for future in futures], missing)
 
     def add(self, program: Program[Any]) -> bool:
-        """Add a missing program. Any thread may call it. Returns True if it was the last one."""
+        """Add a missing program, from any thread. Returns True if it was the last missing one."""
         with self._change:
             self._arrange([*self.programs, program])
             self.missing -= {program.shape}
@@ -127,20 +230,20 @@ class ProgramTable:
             return not self.missing
 
     def fail(self, error: Exception) -> None:
-        """Say that missing programs will not come."""
+        """Note that missing programs cannot be compiled: calls that wait for them raise EngineError."""
         with self._change:
             self._failure = self._failure or error
             self._change.notify_all()
 
     def wait_for_all(self) -> None:
-        """Wait until no program is missing. Raises EngineError if that cannot happen."""
+        """Wait until no program is missing. Raises EngineError if one cannot be compiled."""
         with self._change:
             while self.missing:
                 self._check()
                 self._change.wait()
 
     def await_kind(self, kind: Kind) -> bool:
-        """Whether a program of this kind exists. If not, it is compiled next. Raises EngineError as `wait_for_all`."""
+        """True if a program of this kind exists. Else it is compiled next. Raises EngineError as `wait_for_all`."""
         if any(kind_of(program.shape) == kind for program in self.programs):
             return True
         with self._change:
@@ -151,11 +254,11 @@ class ProgramTable:
         return not any(kind_of(shape) == kind for shape in self.missing)  # then `_wait` raises
 
     def is_awaited(self, shape: Shape) -> bool:
-        """Whether a step waits for a program of this shape's kind."""
+        """True if a request or a step has asked for a program of this shape's kind."""
         return kind_of(shape) in self._awaited
 
     def forward(self, plan: StepPlan) -> Program[ForwardShape]:
-        """The smallest forward program that can run the plan."""
+        """Smallest forward program that can run the plan."""
         decode_only, tokens, rows = plan.decodes_only, plan.total_tokens, len(plan.rows)
 
         def find() -> Program[ForwardShape] | None:
@@ -169,7 +272,7 @@ class ProgramTable:
         return find() or self._wait(find, kind, f"no program takes {tokens} tokens in {rows} rows")
 
     def sampler(self, num_rows: int, variant: SamplerVariant) -> Program[SampleShape]:
-        """The smallest `sample` program of a variant for `num_rows` rows."""
+        """Smallest `sample` program of a variant for `num_rows` rows."""
 
         def find() -> Program[SampleShape] | None:
             for program in self.samplers:
@@ -180,7 +283,7 @@ class ProgramTable:
         return find() or self._wait(find, variant.name, f"no {variant.name} sample program takes {num_rows} rows")
 
     def pooler(self, num_rows: int) -> Program[PoolShape]:
-        """The smallest `pool` program for `num_rows` rows."""
+        """Smallest `pool` program for `num_rows` rows."""
 
         def find() -> Program[PoolShape] | None:
             return next((program for program in self.poolers if program.shape.rows >= num_rows), None)
@@ -192,7 +295,7 @@ class ProgramTable:
         return self.scorer or self._wait(lambda: self.scorer, SCORE, "there is no score program")
 
     def _wait(self, find: Callable[[], Program[ShapeT] | None], kind: Kind, nothing: str) -> Program[ShapeT]:
-        """Wait for a program of a kind. Raises ValueError if none is missing, EngineError if it cannot come."""
+        """Wait for a program of a kind. Raises ValueError if none is missing, EngineError if it cannot be compiled."""
         began, told = time.monotonic(), False
         with self._change:
             self._awaited.add(kind)
@@ -213,7 +316,7 @@ class ProgramTable:
 
     @property
     def temp_bytes(self) -> int:
-        """Temporary memory of the program with the most, in bytes."""
+        """Largest temporary device memory of a program, in bytes."""
         return max(program.temp_bytes for program in self.programs)
 
     def __str__(self) -> str:
@@ -225,7 +328,25 @@ class ProgramTable:
         return "\n".join(lines)
 
 
+def kind_of(shape: Shape) -> Kind:
+    """Kind of a program. The largest program of a kind can replace the others of its kind."""
+    match shape:
+        case ForwardShape():
+            return DECODE if shape.is_decode else MIXED
+        case SampleShape():
+            return shape.variant.name
+        case ScoreShape():
+            return SCORE
+        case PoolShape():
+            return POOL
+
+
+def size(shape: Shape) -> int:
+    """Rows or tokens of a program. Larger programs take longer to compile."""
+    return shape.tokens if isinstance(shape, ForwardShape | ScoreShape) else shape.rows
+
+
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
-    """Temporary device memory of a compiled program, in bytes; 0 if the back end does not report it."""
+    """Temporary device memory of a compiled program, in bytes; 0 if the backend does not report it."""
     analysis = compiled.memory_analysis()
     return int(analysis.temp_size_in_bytes) if analysis is not None else 0

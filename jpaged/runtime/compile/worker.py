@@ -1,10 +1,10 @@
 """A child process that compiles stored programs while the engine serves.
 
-XLA cannot interrupt a compile, and a large program takes seconds. A process can be killed: then the engine's process
-exits at once, and no thread outlives the engine. The result comes back through XLA's compile cache on disk.
+XLA cannot interrupt a compile, and a large program takes seconds. But a process can be killed, so the engine's process
+exits at once, and no thread outlives the engine. The result is in XLA's compile cache on disk.
 
-The program: `python -m jpaged.runtime.compile.worker FOLDER KERNEL...`. It prints a line when it is ready, then reads
-requests, one JSON object a line, and answers each with a line.
+Run as `python -m jpaged.runtime.compile.worker FOLDER KERNEL...`. Prints a line when ready. Then it reads requests, one
+JSON object a line, and prints a line after each.
 
 Imported late: JAX and what uses it, in `main`: the parent imports this module for its class.
 """
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from jpaged.child_process import ChildProcess
 from jpaged.errors import CapacityError, EngineError
 
-FAILURES = (OSError, EOFError, CapacityError, EngineError)  # of the process
-_SECONDS = 1800.0  # of one compile. Only a stuck process takes longer
-_NICE = 10  # the engine's threads come first
+FAILURES = (OSError, EOFError, CapacityError, EngineError)  # errors of the process
+_SECONDS = 1800.0  # time limit of one compile; only a stuck process takes longer
+_NICE = 10  # the engine's threads have priority
 _ROOT = pathlib.Path(__file__).parents[3]
 
 
 class CompileWorker(ChildProcess):
-    """The child process, as the engine's process sees it. Starts on first use. Used by one thread at a time."""
+    """The parent's handle of the child process, which starts on first use. For one thread at a time."""
 
     def __init__(self, cache_folder: pathlib.Path, kernels: Sequence[str]):
         """kernels: modules of the native kernels that the programs call."""
@@ -33,12 +33,12 @@ class CompileWorker(ChildProcess):
         super().__init__(["-m", __name__, str(cache_folder), *kernels], path, "compile programs")
 
     def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
-        """Compile a stored program, so that XLA's compile cache has it. Raises one of FAILURES."""
+        """Compile a stored program into XLA's compile cache. Raises one of FAILURES."""
         self.ask(json.dumps({"path": str(path), "donate": list(donate)}).encode() + b"\n", seconds=_SECONDS)
 
 
 def main(folder: str, *kernels: str) -> None:
-    """Compile until the input ends."""
+    """Compile the requested programs until stdin ends."""
     import jax
     from jax import export
 

@@ -1,1 +1,1 @@
-"""Bytes: what fits on a device, what a program needs, what sleeps on the host, and what to do when it is too much."""
+"""Memory: the plan of a device's memory, advice when it is full, and weights of a sleeping engine on the host."""

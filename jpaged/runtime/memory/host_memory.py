@@ -1,4 +1,4 @@
-"""Returns memory that the allocator keeps to the operating system."""
+"""Returns free memory of the C allocator to the operating system."""
 
 import contextlib
 import ctypes
@@ -6,9 +6,9 @@ import sys
 
 
 def return_free_memory() -> None:
-    """Return free memory of the C heap to the operating system. Does nothing where the C library is not glibc.
+    """Return free memory of the C heap to the operating system. Does nothing if the C library is not glibc.
 
-    Loading and compiling leave much of it: 426 of 1,761 MiB for a model of 942 MiB on two CPU devices.
+    Loading and compiling leave 426 of 1,761 MiB free in the heap, for a model of 942 MiB on two CPU devices.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

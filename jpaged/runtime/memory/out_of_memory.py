@@ -1,4 +1,4 @@
-"""Says what to lower, and by how much, when a device has no memory left. XLA's own message names only the bytes."""
+"""Advice for out-of-memory errors: which option to lower, and by how much. XLA's message only names the bytes."""
 
 import contextlib
 import math
@@ -15,14 +15,14 @@ _FREE = re.compile(rf"There are {_SIZE} free")
 _EXCEEDED = re.compile(rf"Exceeded hbm capacity by {_SIZE}", re.IGNORECASE)
 _CORES = re.compile(rf"Hbm usage: {_SIZE}, SparseCore Hbm usage {_SIZE}, exceeding available bytes: {_SIZE}")
 _TEMPORARIES = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
-# of a kernel, or of the card's own memories: a smaller pool does not help
+# memory of a kernel or on the chip: a smaller pool does not help
 _OTHER_MEMORY = re.compile(r"shared memory|scoped memory|vmem|memory space (?!hbm)", re.IGNORECASE)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SPARE = 1.1  # the allocator's blocks are larger than the arrays
+_SPARE = 1.1  # the allocator's chunks are larger than the arrays
 
 
 def advice(error: BaseException, config: EngineConfig, device_bytes: int | None) -> str | None:
-    """A sentence for an error of XLA. None: memory is not its reason.
+    """Advice for an error of XLA. None if it is not about device memory.
 
     device_bytes: memory of the device in bytes; None: not known, as on CPU.
     """
@@ -34,7 +34,7 @@ def advice(error: BaseException, config: EngineConfig, device_bytes: int | None)
     missing = _missing_bytes(text)
     size = f"{missing / 2**30:.2f} GiB"
     smaller_steps = f"lower max_num_batched_tokens or max_num_seqs (now {_now(config)})"
-    if _TEMPORARIES.search(text):  # a smaller pool does not help
+    if _TEMPORARIES.search(text):  # a smaller KV pool does not help
         return f"the largest program does not fit the device's memory: {size} are missing. {smaller_steps.capitalize()}"
     what = f"{size} could not be allocated" if missing else first_line(error)
     if not device_bytes:
@@ -50,7 +50,7 @@ def advice(error: BaseException, config: EngineConfig, device_bytes: int | None)
 
 
 def _missing_bytes(text: str) -> int:
-    """Bytes that a message names as missing; 0 if it names none."""
+    """Missing bytes in an error message; 0 if it has none."""
     if found := _EXCEEDED.search(text):
         (missing,) = _sizes(found)
     elif found := _TEMPORARIES.search(text):
@@ -61,7 +61,7 @@ def _missing_bytes(text: str) -> int:
         missing = tensor_core + sparse_core - available
     elif found := _ASKED.search(text):
         (missing,) = _sizes(found)
-        if free := _FREE.search(text):  # a TPU's memory; it may be in pieces
+        if free := _FREE.search(text):  # a TPU's message; the free memory may be fragmented
             missing = max(missing - _sizes(free)[0], missing // 2)
     else:
         missing = 0
@@ -69,7 +69,7 @@ def _missing_bytes(text: str) -> int:
 
 
 def _sizes(found: re.Match[str]) -> list[int]:
-    """The sizes of a match, in bytes."""
+    """All sizes of a match, in bytes."""
     groups = found.groups()
     pairs = zip(groups[::2], groups[1::2], strict=True)
     return [int(float(number) * _UNITS.get(unit[0], 1)) for number, unit in pairs]
@@ -82,7 +82,7 @@ def _now(config: EngineConfig) -> str:
 
 @contextlib.contextmanager
 def explained(config: EngineConfig, device_bytes: int | None) -> Generator[None]:
-    """Raise a lack of device memory inside as ModelLoadError that says what to lower."""
+    """Raise out-of-memory errors inside as ModelLoadError with `advice`."""
     try:
         yield
     except ModelLoadError:

@@ -1,4 +1,4 @@
-"""Limits of an engine, bytes of its parts, and the number of KV blocks that fit. Also used by `jpaged plan`."""
+"""Limits of an engine, bytes of its parts, and the number of KV blocks that fit. `jpaged plan` uses it, too."""
 
 import bisect
 import dataclasses
@@ -29,22 +29,22 @@ from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
-CPU_POOL_BYTES = 2**30  # most of the default KV pool on CPU, whose memory other programs need too
-MAX_LOGPROB_BYTES = 2**28  # of the ids and log-probabilities that a step returns to the host
+CPU_POOL_BYTES = 2**30  # maximum of the default KV pool on CPU; other programs need memory, too
+MAX_LOGPROB_BYTES = 2**28  # maximum size of the ids and log-probabilities that a step downloads
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Sizes of an engine, with every default filled in."""
+    """Sizes of an engine. All defaults are filled in."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
     kv_groups: KVGroups
-    smallest_bucket: int  # fewest tokens and rows of a program
+    smallest_bucket: int  # minimum tokens and rows of a program
     custom: int = 0       # parameters of all custom logits processors
-    samples: bool = True  # False: for a pipeline stage without the `lm_head`
+    samples: bool = True  # False: not the last pipeline stage, so no `lm_head`
 
     @property
     def state_tokens(self) -> int:
@@ -58,7 +58,7 @@ class Limits:
 
     @property
     def width(self) -> int:
-        """Entries of a block table: blocks of the longest request in a KV group without a window."""
+        """Entries of a block table = blocks of the longest request in a KV group without a window."""
         return -(-self.max_model_len // self.block_size)
 
     def state_sizes(self, num_blocks: int) -> StateSizes:
@@ -70,19 +70,16 @@ class Limits:
 
     @property
     def blocks_per_request(self) -> int:
-        """Largest number of blocks that the longest request needs at a time, in all KV groups together."""
+        """Maximum blocks that the longest request needs at a time, in all KV groups together."""
         return self.blocks_of(self.max_model_len)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Largest number of blocks that a request of `num_tokens` tokens needs at a time, in all KV groups."""
+        """Maximum blocks that a request of `num_tokens` tokens needs at a time, in all KV groups together."""
         chunk = self.max_num_batched_tokens
         return max_blocks(self.kv_groups.windows, num_tokens, chunk=chunk, block_size=self.block_size)
 
     def longest_where(self, fits: Callable[[int], bool]) -> int:
-        """Tokens of the longest request that fits, in whole blocks, at most max_model_len.
-
-        If a length fits, every shorter one must fit.
-        """
+        """Tokens of the longest request that fits: whole blocks, at most max_model_len. `fits` must be monotonic."""
         sizes = range(1, self.width + 1)
         count = bisect.bisect_left(sizes, True, key=lambda blocks: not fits(blocks * self.block_size))
         return min(count * self.block_size, self.max_model_len)
@@ -94,10 +91,10 @@ class MemoryPlan:
 
     limits: Limits
     num_blocks: int
-    block_bytes: int  # of one block: one page in every page array
+    block_bytes: int  # bytes of one block, which is one page in every page array
     weight_bytes: int
-    temp_bytes: int   # of the largest program; 0 = not known yet
-    table_bytes: int  # of the device state without the pages
+    temp_bytes: int   # temporaries of the largest program; 0 = not known yet
+    table_bytes: int  # device state without the pages
 
     @property
     def kv_bytes(self) -> int:
@@ -125,16 +122,16 @@ class MemoryPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit into the pool while no KV group has freed blocks before its window."""
+        """Tokens that fit into the pool, if no KV group has freed blocks before its window."""
         return self.num_blocks // len(self.limits.kv_groups.windows) * self.limits.block_size
 
     def requests_of(self, num_tokens: int) -> int:
-        """Number of requests of `num_tokens` tokens that can run at once, each with the most blocks that it needs."""
+        """Number of requests of `num_tokens` tokens that can run at once, each with its maximum of blocks."""
         return min(self.num_blocks // self.limits.blocks_of(num_tokens), self.limits.max_num_seqs)
 
     @property
     def request_bytes(self) -> int:
-        """Largest number of KV bytes of the longest request."""
+        """Maximum KV bytes of the longest request."""
         return self.limits.blocks_per_request * self.block_bytes
 
     @property
@@ -145,7 +142,7 @@ class MemoryPlan:
 
 
 def size_text(num_bytes: int) -> str:
-    """A number of bytes in GiB, or in MiB."""
+    """A number of bytes as text in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -159,20 +156,20 @@ _PARTS = {
     "output matrix": ("lm_head", "project_out", "score"),
     "attention": ("qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
-    "experts": (),  # and routers: found by the beginning of the name
+    "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
 }
 
 
 def weight_parts(params: Params) -> dict[str, int]:
-    """Bytes of the parameter tree (arrays or ShapeDtypeStructs) by part; empty parts are left out."""
+    """Bytes of a parameter tree (arrays or ShapeDtypeStructs) by part, without empty parts."""
     return {part: sum(kinds.values()) for part, kinds in weight_kinds(params).items()}
 
 
 def weight_kinds(params: Params) -> dict[str, dict[str, int]]:
-    """Bytes of the parameter tree by part, and within a part by kind of numbers; empty parts are left out.
+    """Bytes of a parameter tree by part, then by kind, without empty parts.
 
-    Kinds are dtypes, and for quantised weights the kind of their codes and "scales", which zeros belong to.
+    A kind is a dtype. Quantised weights have two: the kind of their codes, and "scales" for scales and zero points.
     """
     sizes: dict[str, dict[str, int]] = {part: {} for part in _PARTS}
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
@@ -189,7 +186,7 @@ def weight_kinds(params: Params) -> dict[str, dict[str, int]]:
 
 
 def _part_of(name: str) -> str:
-    """Part of a leaf of `param_shapes`. q, k, v and gate, up may be fused or separate."""
+    """Part that a leaf of `param_shapes` belongs to. q, k, v and gate, up may be fused or separate."""
     if "norm" in name:
         return "norms"
     if name.startswith(("expert_", "router", "shared_")):
@@ -199,11 +196,11 @@ def _part_of(name: str) -> str:
 
 
 def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None:
-    """Raise ModelLoadError for a bad number of log-probabilities, or for results of a step that are too large."""
+    """Raise ModelLoadError for an invalid max_logprobs, or if a step would return more than MAX_LOGPROB_BYTES."""
     if isinstance(most, bool) or not isinstance(most, int) or most < -1:
         raise ModelLoadError(f"max_logprobs={most!r}: must be a whole number of at least 0, or -1 for all ids")
     count = spec.vocab_size if most < 0 else min(most, spec.vocab_size)
-    size = max_num_seqs * count * 8  # of an id and its log-probability
+    size = max_num_seqs * count * 8  # 4 bytes for an id, 4 for its log-probability
     if size > MAX_LOGPROB_BYTES and not spec.pools:
         fits = MAX_LOGPROB_BYTES // (8 * max_num_seqs)
         raise ModelLoadError(
@@ -214,7 +211,7 @@ def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None
 
 
 def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
-    """Fill in options that the caller left at None, and check all options. platform: "cpu", "gpu" or "tpu".
+    """Fill in options without a value, and check all options. platform: "cpu", "gpu" or "tpu".
 
     Raises ModelLoadError for an option that does not fit the model or another option.
     """
@@ -258,18 +255,18 @@ def _positive(name: str, value: int | None, default: int) -> int:
 
 
 def block_bytes(spec: DecoderSpec, limits: Limits, kv_format: KVFormat, platform: str) -> int:
-    """Bytes of one KV block on a platform: one page in every page array, with the scales of int8 pages."""
+    """Bytes of one KV block on a platform: one page in every page array, including the scales of int8 pages."""
     page = kv_format.page_shapes(spec, limits.block_size)
     if page.dtype == FP8:
-        page = dataclasses.replace(page, scales=None)  # 8 bytes per KV head of an array, not of a block
+        page = dataclasses.replace(page, scales=None)  # 8 bytes per KV head in a whole array, not in each block
     return limits.kv_groups.num_arrays * page.bytes_on(platform)
 
 
 def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_bytes: int | None) -> int:
     """Upper limit of the KV pool, in bytes. free_bytes: of an accelerator, after weights and temporaries; None on CPU.
 
-    On CPU: the smaller of 1 GiB and twice the need of `max_num_seqs` requests of `max_model_len` tokens. So a small
-    model does not allocate memory that it can never use.
+    The default on CPU is the smaller of 1 GiB and twice the need of `max_num_seqs` requests of `max_model_len` tokens.
+    So a small model does not allocate memory that it cannot use.
     """
     if config.kv_cache_memory_bytes is not None:
         wanted = _positive("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 0)
@@ -296,18 +293,18 @@ def fit(
     temp_bytes: int = 0,
     free_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Fit the KV pool into memory. The default max_model_len shrinks to the longest that fits.
+    """Fit the KV pool into memory. A default max_model_len shrinks to the longest that fits.
 
-    dtype: of hidden states. kv_format: of pages; None: `dtype`.
-    free_bytes: left on an accelerator after the weights, for temporaries, the table and the pool; None on CPU.
-    Raises ModelLoadError if not one block fits, or if an explicit max_model_len does not fit.
+    dtype: of hidden states. kv_format: of pages; None: `dtype`. free_bytes: free after the weights on an accelerator,
+    for temporaries, the table and the pool; None on CPU. Raises ModelLoadError if no block fits, or if an explicit
+    max_model_len does not fit.
     """
     kv_format = kv_format or KVFormat(dtype)
     per_block = block_bytes(spec, limits, kv_format, platform)
     page = kv_format.page_shapes(spec, limits.block_size)
 
     def pool_of(limits: Limits) -> int:
-        """Bytes for the pool, no more than kernels can address. Block tables of longer requests leave less."""
+        """Bytes of the pool, at most what kernels can address. Block tables of longer requests make it smaller."""
         tables = table_bytes(spec, limits, dtype)
         left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
         size = pool_bytes(config, limits, per_block, left)
@@ -348,23 +345,23 @@ def fit(
 def round_down(num_blocks: int) -> int:
     """Keep the 5 most significant bits of the number of blocks.
 
-    The pool's size is part of every program's shape. Without rounding, a few free megabytes more or less at the next
-    start would recompile every program.
+    The pool's size is in every program's shape. Without rounding, a start with slightly different free memory would
+    recompile every program.
     """
     spare = max(0, num_blocks.bit_length() - 5)
     return num_blocks >> spare << spare
 
 
 def usable_bytes(device_bytes: int, config: EngineConfig) -> int:
-    """Bytes of an accelerator with `device_bytes` that the engine may use in all."""
+    """Total bytes that the engine may use on an accelerator with `device_bytes` bytes."""
     return int(device_bytes * config.gpu_memory_utilization)
 
 
 def claim_gpu_memory(config: EngineConfig) -> None:
-    """Let JAX allocate as much of an NVIDIA GPU as `gpu_memory_utilization` allows. JAX's default is 75%.
+    """Set JAX's share of an NVIDIA GPU's memory by `gpu_memory_utilization`. JAX's default is 75%.
 
-    Half of the rest stays outside JAX's pool, for the libraries. The other half is in it, for fragmentation. No effect
-    if JAX has started already, or if the caller has set the share.
+    Half of the rest is added to JAX's pool, for fragmentation. The other half stays outside, for libraries. No effect
+    if JAX has already started, or if the caller has set the share.
     """
     said = any(name in os.environ for name in GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
     if said or not nvidia_devices.installed_plugins() or importlib.util.find_spec("libtpu") or backends_are_started():
@@ -377,7 +374,7 @@ def claim_gpu_memory(config: EngineConfig) -> None:
 def start_backend(config: EngineConfig) -> str:
     """Start JAX with its share of a GPU's memory. Returns the platform of the default device.
 
-    Raises ModelLoadError if no device starts: JAX_PLATFORMS names a platform that this machine does not have.
+    Raises ModelLoadError if no device starts, for example if JAX_PLATFORMS names a platform without a device.
     """
     claim_gpu_memory(config)
     try:
@@ -386,39 +383,39 @@ def start_backend(config: EngineConfig) -> str:
         raise ModelLoadError(nvidia_devices.cannot_start(error)) from None
 
 
-# Variables that set JAX's share, or that switch its pool off.
+# Environment variables that set JAX's share, or that switch its pool off.
 GPU_MEMORY_VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )  # fmt: skip
-_FRACTION = "memory_fraction"  # option of JAX's GPU client: its share of the card
+_FRACTION = "memory_fraction"  # option of JAX's GPU client: share of the GPU's memory
 
 
 @runtime_checkable
 class HasMemoryStats(Protocol):
-    """A device that reports its memory, like a jax Device."""
+    """A device that can report its memory, like a jax Device."""
 
     platform: str
 
     def memory_stats(self) -> dict[str, int] | None:
-        """Bytes by name; None if the back end does not report them."""
+        """Bytes by name; None if the backend does not report them."""
         ...
 
 
 def total_bytes(device: HasMemoryStats) -> int | None:
-    """Bytes of an accelerator; None as in `device_bytes`."""
+    """Total bytes of an accelerator; None as in `device_bytes`."""
     found = device_bytes(device)
     return None if found is None else found[0]
 
 
 def device_bytes(device: HasMemoryStats) -> tuple[int, int] | None:
-    """Bytes of an accelerator, and bytes in use; None on CPU, and if the back end does not report them."""
+    """(total bytes, bytes in use) of an accelerator; None on CPU, and if the backend does not report them."""
     stats = _memory_stats(device)
     if stats is None:
         return None
     options = jax.config.jax_pjrt_client_create_options
     share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
-    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]  # bytes_limit is JAX's share of the card
+    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]  # bytes_limit is JAX's share
 
 
 def free_device_bytes(device: HasMemoryStats, config: EngineConfig) -> int | None:
@@ -436,10 +433,10 @@ def _memory_stats(device: HasMemoryStats) -> dict[str, int] | None:
 
 
 def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:
-    """Pool size of an earlier start with the same key, if it still fits and wastes less than an eighth.
+    """Pool size of an earlier start with the same key, if it still fits and wastes at most an eighth.
 
-    Otherwise `num_blocks`, which is stored. So programs in the compile cache stay usable if free memory differs a
-    little between starts. folder: of the compile cache; None = store nothing.
+    Otherwise stores `num_blocks` and returns it. So programs in the compile cache stay usable if free memory differs
+    slightly between starts. folder: of the compile cache; None = store nothing.
     """
     if folder is None:
         return num_blocks
@@ -449,7 +446,7 @@ def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) ->
         if num_blocks * 7 // 8 <= before <= num_blocks:
             return before
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # no file, or one that was cut short: store it again
+        pass  # no file, or a damaged one
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"num_blocks": num_blocks, "key": key}))
     return num_blocks

@@ -1,4 +1,4 @@
-"""Weights of a sleeping engine: they are moved to the host, and back to the same place."""
+"""Weights of a sleeping engine: moved to the host, and back to the same devices."""
 
 import dataclasses
 from typing import Self
@@ -20,7 +20,7 @@ class HostWeights:
 
     @classmethod
     def take(cls, params: Params) -> Self:
-        """Copy the weights to the host, and delete them on the device. They must have the default layout."""
+        """Copy weights to the host, and delete them on the device. They must have the default memory layout."""
         leaves, structure = jax.tree.flatten(params)
         distinct = list({id(leaf): leaf for leaf in leaves}.values())
         numbers = {id(leaf): number for number, leaf in enumerate(distinct)}

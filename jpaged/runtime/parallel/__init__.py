@@ -1,1 +1,1 @@
-"""Pipeline stages, and processes that run one engine together. Tensor parallelism is in `jpaged.models.sharding`."""
+"""Pipeline stages, and engines of several processes. Tensor parallelism is in `jpaged.models.sharding`."""

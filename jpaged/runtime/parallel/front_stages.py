@@ -1,11 +1,10 @@
 """The pipeline stages before the last one. `ModelRunner` has the last stage, and runs these before it in every step.
 
-1. Each stage has the request table, the block tables and the pages of its own layers. The plan goes to every stage.
-2. A stage's hidden states are copied to the devices of the next stage. The host waits for none of this: it dispatches
-   the programs of all stages at once, and each runs when its input is there.
-3. The last stage samples. The first stage needs the tokens when it computes them, in the next step of these requests.
-   `FrontStages.note_sampled` keeps them until then: a program of the first stage that read them at once would stop it
-   until the last stage has sampled.
+1. Every stage gets the plan. A stage has its own request table, block tables, and pages of its own layers.
+2. A stage's hidden states are copied to the devices of the next stage. The host does not wait: it dispatches the
+   programs of all stages at once, and each program runs when its input is ready.
+3. The last stage samples. The first stage needs these tokens in the next step of their requests. Until then
+   `FrontStages.note_sampled` keeps them: reading them earlier would stall the first stage until the last has sampled.
 """
 
 import collections
@@ -34,7 +33,7 @@ from jpaged.runtime.store.stored_programs import compile_program
 
 @dataclasses.dataclass(frozen=True)
 class _Sampled:
-    """Tokens that the first stage does not know yet."""
+    """Sampled tokens that are not yet in the first stage's request table."""
 
     rows: np.ndarray   # int32[N]  rows of the request table
     output: jax.Array  # `Sampled.packed`, on the devices of the first stage
@@ -47,10 +46,7 @@ class FrontStages:
         self, builds: Sequence[FittedBuild], params: Sequence[Params], last: FittedBuild | None, *, host_slots: int,
         progress: bool,
     ):  # fmt: skip
-        """Compile the programs, and allocate the states. last: the build of the last stage.
-
-        The other arguments are as in `ModelRunner`.
-        """
+        """Compile the programs and allocate the states. last: build of the last stage. Others: see `ModelRunner`."""
         self._stages = [
             _FrontStage(build, tree, host_slots=host_slots, progress=progress)
             for build, tree in zip(builds, params, strict=True)
@@ -71,11 +67,11 @@ class FrontStages:
 
     @property
     def programs(self) -> list[Any]:
-        """The forward programs of all these stages."""
+        """The forward programs of all front stages."""
         return [program for stage in self._stages for program in stage.programs.programs]
 
     def forward(self, plan: StepPlan) -> tuple[jax.Array, ...]:
-        """Run a step up to the last stage. Returns its input, on its devices; nothing if there is only one stage."""
+        """Run all front stages. Returns the last stage's input, on its devices; () without front stages."""
         hidden: tuple[jax.Array, ...] = ()
         if self._stages:
             self._accept_tokens(plan.rows[: plan.num_decodes])
@@ -84,13 +80,13 @@ class FrontStages:
         return hidden
 
     def note_sampled(self, plan: StepPlan, output: jax.Array) -> None:
-        """The tokens of a step are sampled, or will be. output: `Sampled.packed` of the plan's samples."""
+        """Keep a step's sampled tokens for the first stage. output: `Sampled.packed`; may still be computed."""
         if self._stages:
             rows = plan.rows[plan.samples]
             self._sampled.append(_Sampled(rows, jax.device_put(output, self._stages[0].placement.sharding)))
 
     def _accept_tokens(self, decodes: np.ndarray) -> None:
-        """Write tokens into the first stage's table, in order, up to the last that one of these rows needs."""
+        """Write kept tokens into the first stage's table, oldest step first, until the rows `decodes` have theirs."""
         needed = [i for i, sampled in enumerate(self._sampled) if np.isin(sampled.rows, decodes).any()]
         for _ in range(needed[-1] + 1 if needed else 0):
             sampled = self._sampled.popleft()
@@ -99,7 +95,7 @@ class FrontStages:
             self._stages[0].accept(self._accept[sampled.output.shape], rows, sampled.output)
 
     def recover(self) -> None:
-        """Allocate empty states in place of those that a failed step has consumed."""
+        """Allocate empty states for stages whose state was donated to a failed step."""
         self._sampled.clear()
         for stage in self._stages:
             stage.recover()
@@ -141,7 +137,7 @@ class _FrontStage:
         self.state: DeviceState | None = build.create_state()
 
     def forward(self, plan: StepPlan, *hidden: jax.Array) -> jax.Array:
-        """Run a plan. hidden: input, if this is not the first stage. Returns the hidden states of all tokens."""
+        """Run a plan. hidden: from the stage before; none for the first. Returns the hidden states of all tokens."""
         program = self.programs.forward(plan)
         state = self._live
         if len(plan.moves):
@@ -154,7 +150,7 @@ class _FrontStage:
         return out
 
     def compile_accept(self, rows: int, columns: int) -> jax.stages.Compiled:
-        """Compile the program of `accept`, for outputs of one shape."""
+        """Compile `accept`'s program for outputs [rows, columns]."""
         placement, table = self.placement, self._build.state_shapes().table
         arguments = (table, placement.shape((rows,), np.int32), placement.shape((rows, columns), np.int32))
         call = placement.on_each_device(functools.partial(_accept), arguments, None)
@@ -196,6 +192,6 @@ class _FrontStage:
 def _accept(
     table: Int[Array, "table_rows num_fields"], rows: Int[Array, " rows"], output: Int[Array, "rows columns"]
 ) -> Int[Array, "table_rows num_fields"]:
-    """Write the first column of `output` as last tokens. Padding rows are -1: a negative index counts from the end."""
+    """Write column 0 of `output` as last tokens. Padding rows (-1) move past the end: -1 would be the last row."""
     rows = jnp.where(rows < 0, table.shape[0], rows)
     return table.at[rows, Field.LAST_TOKEN].set(output[:, 0], mode="drop")

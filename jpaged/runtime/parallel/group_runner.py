@@ -1,7 +1,7 @@
 """One engine on several processes: node 0 schedules, and every node runs the same programs on its own devices.
 
-`LeaderRunner` is the runner of node 0. It sends each call that starts device work to the other nodes, and then makes it
-itself. `follow` makes the calls on another node, until node 0 ends.
+`LeaderRunner` is node 0's runner. It sends each call that starts device work to the other nodes, then runs the call on
+its own devices. On the other nodes `follow` runs these calls until node 0 closes the engine.
 """
 
 import collections
@@ -17,22 +17,22 @@ from jpaged.runtime.runner import ModelRunner, StepHandle
 
 logger = logging.getLogger(__name__)
 
-KEPT = 16  # handles that a follower keeps: those of the last steps; an engine has 2 in flight
+KEPT = 16  # step handles that a follower keeps, the newest; an engine has 2 steps in flight
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberedHandle:
-    """A step, and its number among all steps of the engine."""
+    """A step's handle, and the step's number since the engine started."""
 
     number: int
     handle: StepHandle
 
 
 class LeaderRunner:
-    """See `engine.step_plan.Runner`. Attributes that are not here are those of node 0's own runner."""
+    """See `engine.step_plan.Runner`. All other attributes are read from node 0's `ModelRunner`."""
 
     def __init__(self, runner: ModelRunner, group: ProcessGroup):
-        """Watch the other nodes from now on."""
+        """Start to watch the other nodes."""
         self._runner, self._group, self._steps = runner, group, 0
         group.watch()
 
@@ -55,12 +55,12 @@ class LeaderRunner:
         return self._runner.collect(handle.handle)
 
     def set_params(self, params: Any) -> None:
-        """Refused: the other nodes cannot be given arrays."""
+        """Raise EngineError: weights cannot be sent to other nodes."""
         raise EngineError(f"set_params: the engine has {self._group.size} processes: start all nodes again")
 
     @property
     def kv_layout(self) -> str:
-        """Empty: no node has all parts of a block."""
+        """Empty, because no node has all parts of a block."""
         return ""
 
     def release(self) -> None:
@@ -74,7 +74,7 @@ class LeaderRunner:
         self._runner.restore(weights=weights, kv_cache=kv_cache)
 
     def start_profile(self, folder: str) -> None:
-        """Profile all nodes; each writes into a folder of its own machine."""
+        """Profile all nodes. Each writes to `folder` on its own machine."""
         self._group.send("start_profile", folder)
         self._runner.start_profile(folder)
 
@@ -90,7 +90,7 @@ class LeaderRunner:
 
 
 def follow(runner: ModelRunner, group: ProcessGroup) -> int:
-    """Run what node 0 sends, until it closes the engine. Returns 0 then; ends the process if node 0 is lost."""
+    """Run the calls that node 0 sends. Returns 0 when node 0 closes the engine; ends the process if node 0 is lost."""
     [leader] = group.channels
     handles: collections.OrderedDict[int, StepHandle] = collections.OrderedDict()
     logger.info("node %d of %d follows node 0", group.rank, group.size)
@@ -120,6 +120,6 @@ def follow(runner: ModelRunner, group: ProcessGroup) -> int:
                     command
                 ](*values)
         except EngineError as error:
-            # node 0 has the same error, or waits for this node in a collective
+            # node 0 raises the same error, or is stuck in a collective until it hears that this node failed
             leader.send(str(error))
             raise

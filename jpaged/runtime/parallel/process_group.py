@@ -1,13 +1,13 @@
-"""Processes that run one engine together: how they meet, check that they agree, and notice a lost process.
+"""Processes of one engine: they connect, check that their options agree, and detect a lost process.
 
 1. Node 0 listens on `master_port` + 1. Every other node connects and sends its `Facts`: versions, options, and a
-   fingerprint of the checkpoint. Node 0 answers with the values that differ, or accepts.
-2. All processes join JAX's distributed runtime at `master_addr`:`master_port`. `jax.devices()` then lists the devices
-   of all of them, and one program runs on all.
-3. Node 0 sends every plan to the others (`group_runner`). A connection that ends before `close` means that a process is
-   lost: a program with collectives would wait for it for ever, so the remaining processes end with status 1.
+   fingerprint of the checkpoint. Node 0 accepts, or returns the values that differ.
+2. All processes join JAX's distributed runtime at `master_addr`:`master_port`. Then `jax.devices()` lists all devices,
+   and one program runs on all of them.
+3. Node 0 sends every plan to the other nodes (`group_runner`). If a connection ends before `close`, a process is lost.
+   Collectives would wait for it for ever, so the remaining processes end with status 1.
 
-Messages are pickled. Only the types of a plan are accepted, so a message cannot run code.
+Messages are pickled. Unpickling accepts only the types of a plan, so a message cannot run code.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from jpaged.version import __version__
 logger = logging.getLogger(__name__)
 
 Facts = Mapping[str, str]
-# Options that may differ between nodes: who they are, and folders of their own machine.
+# Options that may differ between nodes: rank, addresses, timeout, and folders of each machine.
 OWN = frozenset({
     "node_rank", "model", "tokenizer", "download_dir", "compilation_cache_dir", "master_addr", "join_timeout",
 })  # fmt: skip
@@ -47,11 +47,11 @@ _ACCEPTED = {
     ("numpy._core.multiarray", "scalar"), ("numpy.core.multiarray", "scalar"),
 }  # fmt: skip
 _RETRY_SECONDS = 0.2
-MOST_BYTES = 2**28  # of a message: a longer one is not from a node
-HELLO_SECONDS = 5   # for a connection to say who it is
-OTHERS_SECONDS = 2  # for more nodes to connect when one does not agree: each gets the list of differences
+MOST_BYTES = 2**28  # maximum size of a message; a larger one is not from a node
+HELLO_SECONDS = 5   # for a new connection to send its rank and `Facts`
+OTHERS_SECONDS = 2  # after a node disagrees: for other nodes to connect, so that they get the differences, too
 SHUTDOWN_SECONDS = 10  # to wait for the other processes when the engine closes
-# A dead host sends no end of the connection: 5 s of silence, then 3 probes 2 s apart.
+# A dead host does not close its connections. Keepalive detects it: 5 s of silence, then 3 probes 2 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
@@ -85,13 +85,13 @@ class Channel:
         return _Unpickler(io.BytesIO(self._connection.recv_bytes(MOST_BYTES))).load()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
 @dataclasses.dataclass
 class ProcessGroup:
-    """This process and its connections: of node 0 to all others in their order, of another node to node 0."""
+    """This process and its connections: node 0 has one to each other node, by rank; other nodes have one to node 0."""
 
     rank: int
     size: int
@@ -100,10 +100,10 @@ class ProcessGroup:
 
     @classmethod
     def join(cls, config: EngineConfig, fingerprint: str) -> "ProcessGroup | None":
-        """Meet the other nodes. None: the engine has one process. Call it before JAX starts its back end.
+        """Connect to the other nodes, before JAX starts its backend. Returns None if the engine has one process.
 
         fingerprint: of the checkpoint's files. Raises ModelLoadError if nodes do not answer within
-        `config.join_timeout` seconds, or do not agree.
+        `config.join_timeout` seconds, or if their facts differ.
         """
         if config.nnodes == 1:
             return None
@@ -113,7 +113,7 @@ class ProcessGroup:
         else:
             group = cls(config.node_rank, config.nnodes, [_connect(config, facts, deadline)])
         logger.info("node %d of %d: all nodes agree; joining JAX's distributed runtime", group.rank, group.size)
-        jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which the server drains at
+        jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, on which the server drains
         try:
             jax.distributed.initialize(
                 f"{config.master_addr}:{config.master_port}", config.nnodes, config.node_rank,
@@ -128,9 +128,9 @@ class ProcessGroup:
         return group
 
     def wait_for_all(self) -> None:
-        """Wait until every process has called this. Ends this one if another is lost.
+        """Wait until every process has called this. Ends this process if another is lost.
 
-        Processes compile at different speeds, and the first sum over devices waits 30 s only for the others (gloo).
+        Processes compile at different speeds, but gloo's first all-reduce waits only 30 s for the other processes.
         """
         other = "node 0"
         try:
@@ -156,7 +156,7 @@ class ProcessGroup:
                 self.lost(f"node {rank}")
 
     def watch(self) -> None:
-        """Node 0: end this process when another one is lost. Others send nothing but errors, so any message is one."""
+        """Node 0: end this process when another is lost. From now on the other nodes send only the texts of errors."""
         for rank, channel in enumerate(self.channels, 1):
             threading.Thread(target=self._watch, args=(rank, channel), name=f"jpaged-node-{rank}", daemon=True).start()
 
@@ -169,9 +169,9 @@ class ProcessGroup:
             self.lost(f"node {rank}", why)
 
     def lost(self, who: str, why: str = "") -> None:
-        """Another process has ended. Ends this one with status 1, unless the group is closing.
+        """End this process with status 1, because another has ended. Does nothing if the group is closing.
 
-        At once, because a step may wait for that process inside a collective, which nothing interrupts.
+        Uses `os._exit`: a step may wait for the lost process in a collective, which nothing can interrupt.
         """
         if self.closing:
             return
@@ -182,7 +182,7 @@ class ProcessGroup:
         os._exit(1)
 
     def abandon(self) -> None:
-        """End the connections, so that the other nodes end too: this one has failed before there was an engine."""
+        """Close the connections, so that the other nodes end too. For failures before the engine exists."""
         self.closing = True
         for channel in self.channels:
             channel.close()
@@ -203,7 +203,7 @@ class ProcessGroup:
 
 
 def facts_of(config: EngineConfig, fingerprint: str) -> dict[str, str]:
-    """Everything that the processes of an engine must agree about, as text."""
+    """Values that must be equal in all processes of an engine, as text."""
     facts = {"jpaged": __version__, "jax": jax.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     facts["checkpoint"] = fingerprint
     for field in dataclasses.fields(config):
@@ -213,7 +213,7 @@ def facts_of(config: EngineConfig, fingerprint: str) -> dict[str, str]:
 
 
 def differences(mine: Facts, theirs: Facts, their_rank: int) -> list[str]:
-    """The values that differ, in words."""
+    """A sentence for each value that differs. Mine are from node 0."""
     return [
         f"{name} is {mine.get(name, 'unknown')} on node 0 and {theirs.get(name, 'unknown')} on node {their_rank}"
         for name in sorted(mine.keys() | theirs.keys())
@@ -222,7 +222,7 @@ def differences(mine: Facts, theirs: Facts, their_rank: int) -> list[str]:
 
 
 def _gather(config: EngineConfig, facts: Facts, deadline: float) -> list[Channel]:
-    """Node 0: wait for the other nodes, and send each of them whether all agree."""
+    """Node 0: wait for the other nodes, then send each the differences, or "" if all agree."""
     port, found, wrong = config.master_port + 1, {}, []
     with _listening(config.master_addr, port) as accept:
         while len(found) < config.nnodes - 1:
@@ -232,7 +232,7 @@ def _gather(config: EngineConfig, facts: Facts, deadline: float) -> list[Channel
             try:
                 rank, theirs = channel.receive(min(HELLO_SECONDS, deadline - time.monotonic()))
             except (EOFError, OSError, TimeoutError, ValueError, pickle.UnpicklingError):
-                channel.close()  # something else that found the port
+                channel.close()  # not a node
                 continue
             news = differences(facts, theirs, rank)
             if rank in found or not 0 < rank < config.nnodes:
@@ -260,7 +260,7 @@ def _gather(config: EngineConfig, facts: Facts, deadline: float) -> list[Channel
 
 
 def _connect(config: EngineConfig, facts: Facts, deadline: float) -> Channel:
-    """Another node: connect to node 0, and wait until it has accepted all nodes."""
+    """Other nodes: connect to node 0, and wait until it has accepted all nodes."""
     address = (config.master_addr, config.master_port + 1)
     while True:
         try:
@@ -293,7 +293,7 @@ def _disagree(wrong: list[str]) -> str:
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[Callable[[float], Channel | None]]:
-    """Listen on all addresses. Yields a function that returns the next connection; None after a time of the clock."""
+    """Listen on all addresses. Yields a function: next connection, or None after a deadline (`time.monotonic`)."""
     try:
         listener = socket.create_server(("", port))
     except OSError as error:

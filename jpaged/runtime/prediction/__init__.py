@@ -1,1 +1,1 @@
-"""How fast compiled programs would run on a kind of device."""
+"""Predicts the run time of compiled programs on a kind of device."""

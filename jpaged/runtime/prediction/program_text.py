@@ -1,7 +1,7 @@
-"""Reads the text of a compiled program: its operations, and the bytes that they move.
+"""Parses the HLO text of a compiled program, and counts the bytes and FLOPs of each operation.
 
-A program is a list of operations, and each one is a kernel, or a copy. Their operands and results say how many bytes
-are read and written. Some operations read a part of an operand only: gathers, slices, and updates in place.
+An operation of the main computation is usually one kernel or one copy. The shapes of its operands and result give the
+bytes it reads and writes. Gathers, slices and in-place updates access only a part of an operand.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from jpaged.collectives import COLLECTIVES
 
-# Bytes of an element. HLO's names; those of fewer than 8 bits are stored in bytes.
+# Bytes of an element, by HLO's name of the dtype. Other dtypes have 1 byte: HLO stores 4-bit integers in bytes, too.
 _ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("s", "u", "f") for bits in (8, 16, 32, 64)
 }
@@ -21,20 +21,20 @@ _OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*?^\}", re.MULTILINE | re.DOTALL)
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota",
          "copy-done", "slice-done", *(f"{kind}-done" for kind in COLLECTIVES)}  # fmt: skip
-_PARTS = {"gather", "dynamic-slice", "slice"}        # read as much as they return
-_UPDATES = {"scatter", "dynamic-update-slice"}       # in place: read and write the update only
-_SAME = {"bitcast", "reshape", "get-tuple-element"}  # their operand under another name
+_PARTS = {"gather", "dynamic-slice", "slice"}        # bytes read = bytes of the result
+_UPDATES = {"scatter", "dynamic-update-slice"}       # in place: only the update is read and written
+_SAME = {"bitcast", "reshape", "get-tuple-element"}  # the result is the operand, or a part of it; no copy
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a computation."""
+    """One HLO operation: one line of a computation."""
 
     name: str
     kind: str                  # "fusion", "custom-call", "while" and so on
-    shape: str                 # of the result; a tuple in parentheses
+    shape: str                 # of the result, as in `array_bytes`; a tuple is in parentheses
     operands: tuple[str, ...]  # names
-    rest: str                  # attributes and metadata
+    rest: str                  # attributes and metadata; of a parameter: its number
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -49,18 +49,18 @@ class Operation:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it starts a copy that runs next to other operations."""
+        """True for the start of an asynchronous operation, such as a copy next to other operations."""
         return self.kind.endswith("-start")
 
     @property
     def collective(self) -> str:
-        """Name of an exchange between devices, one of `COLLECTIVES`; "" for other operations."""
+        """Name of a collective, one of `COLLECTIVES`; "" for other operations."""
         kind = self.kind.removesuffix("-start")
         return kind if kind in COLLECTIVES else ""
 
     @property
     def group_size(self) -> int | None:
-        """Devices that exchange data with each other in a collective; None: it does not say, or for a permutation."""
+        """Number of devices in a replica group of a collective; None if the text has no replica groups."""
         listed = re.search(r"replica_groups=\{\{([\d,]+)\}", self.rest)
         counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=", self.rest)
         if listed:
@@ -69,19 +69,19 @@ class Operation:
 
     @property
     def turns(self) -> int | None:
-        """Turns of a loop; None: the program decides."""
+        """Iterations of a loop; None if the number is only known at run time."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
         return int(found[1]) if found else None
 
     def called(self, attribute: str) -> str:
-        """Name of a computation that the operation calls; "" if it has none by this attribute."""
+        """Name of the computation in an attribute, such as "body" or "calls"; "" without that attribute."""
         found = re.search(rf"\b{attribute}=%([\w.-]+)", self.rest)
         return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes and floating-point operations of one operation. A collective reads its operands, and writes none."""
+    """Bytes and FLOPs of one operation. A collective counts the bytes of its operands as `read`, and writes 0."""
 
     operation: Operation
     read: int
@@ -90,7 +90,7 @@ class Traffic:
 
 
 class Program:
-    """The computations of a compiled program."""
+    """The computations of a compiled program. text: from `jax.stages.Compiled.as_text`."""
 
     def __init__(self, text: str):
         self._computations = {
@@ -100,15 +100,14 @@ class Program:
         (self.main,) = re.findall(r"^ENTRY %(\S+)", text, re.MULTILINE)
 
     def operations(self, computation: str | None = None) -> list[Operation]:
-        """The operations of a computation that do something, in order. None: the main computation."""
+        """Operations of a computation that cost time, in order. None: the main computation."""
         found = self._computations[computation or self.main].values()
         return [operation for operation in found if operation.kind not in _FREE]
 
     def traffic(self, computation: str | None = None) -> Iterator[Traffic]:
-        """The traffic of every operation, once for each turn of a loop.
+        """Traffic of every operation, once per loop iteration. A conditional counts as its branch with the most bytes.
 
-        A condition counts as its branch with the most traffic. Loops whose turns the program decides are left out:
-        `loops` lists them.
+        Loops with an unknown number of iterations are skipped. `loops` lists them.
         """
         name = computation or self.main
         for operation in self.operations(name):
@@ -124,7 +123,7 @@ class Program:
                 yield self._traffic_of(operation, self._computations[name])
 
     def loops(self, computation: str | None = None) -> list[str]:
-        """Bodies of the loops whose turns the program decides, those inside branches and other loops included."""
+        """Bodies of all loops with an unknown number of iterations, also inside branches and other loops."""
         found = []
         for operation in self.operations(computation):
             inner = self.branches(operation) if operation.kind == "conditional" else []
@@ -136,7 +135,7 @@ class Program:
         return found
 
     def branches(self, operation: Operation) -> list[str]:
-        """Names of the branches of a condition."""
+        """Names of the branch computations of a conditional."""
         listed = re.search(r"branch_computations=\{(.*?)\}", operation.rest)
         if listed:
             return re.findall(r"%([\w.-]+)", listed[1])
@@ -146,7 +145,7 @@ class Program:
         if operation.collective:
             operands = (around[name] for name in operation.operands if name in around)
             return Traffic(operation, sum(sum(array_bytes(one.shape, anywhere=True)) for one in operands), 0, 0)
-        if operation.is_transfer:  # the result names source, target and a scalar; the target is the smaller one
+        if operation.is_transfer:  # the result has source, target and a scalar of 4 bytes; the target is smaller
             arrays = [size for size in array_bytes(operation.shape, anywhere=True) if size > 4]
             moved = min(arrays, default=0)
             return Traffic(operation, moved, 0 if 0 in array_bytes(operation.shape) else moved, 0)
@@ -160,21 +159,21 @@ class Program:
         read = sum(_bytes_read(parameters[i], body) for i in range(len(operation.operands)))
         written = operation.num_bytes
         for inner in body.values():
-            if inner.kind in _UPDATES:  # the operand and the result are the same memory
+            if inner.kind in _UPDATES:  # the result is the operand, updated in place
                 update = body[inner.operands[-1 if inner.kind == "scatter" else 1]].num_bytes
                 written -= inner.num_bytes - update
         return Traffic(operation, read, max(0, written), self._flops_of(body))
 
     def _flops_of(self, body: Mapping[str, Operation]) -> int:
-        """Floating-point operations of the products of a computation, and of the fusions in it."""
+        """FLOPs of the matmuls of a computation and of the fusions in it."""
         inside = [self._computations.get(one.called("calls"), {}) for one in body.values() if one.kind == "fusion"]
         return sum(_flops(one, body) for one in body.values()) + sum(self._flops_of(inner) for inner in inside)
 
 
 def array_bytes(shape: str, *, anywhere: bool = False) -> list[int]:
-    """Bytes of each array of a shape: "f32[8,128]{1,0}", or several in parentheses.
+    """Bytes of each array of a shape, which is one "f32[8,128]{1,0}" or a tuple in parentheses.
 
-    Arrays in a TPU's own fast memory ("S(1)" in the layout) have 0 bytes, unless `anywhere`.
+    Arrays outside the device's main memory, like a TPU's VMEM ("S(1)" in the layout), count 0 bytes unless `anywhere`.
     """
     sizes = []
     for (item, _, layout), dimensions in zip(_SHAPE.findall(shape), _dimensions(shape), strict=True):
@@ -186,7 +185,7 @@ def array_bytes(shape: str, *, anywhere: bool = False) -> list[int]:
 def _operations(text: str) -> Iterator[Operation]:
     for name, shape, kind, operands, rest in _OPERATION.findall(text):
         if kind == "parameter":
-            yield Operation(name, kind, shape, (), operands)  # `rest` is the parameter's number
+            yield Operation(name, kind, shape, (), operands)
         else:
             yield Operation(name, kind, shape, tuple(re.findall(r"%([\w.-]+)", operands)), rest)
 
@@ -196,7 +195,7 @@ def _parameters(body: Mapping[str, Operation]) -> list[Operation]:
 
 
 def _bytes_read(parameter: Operation, body: Mapping[str, Operation]) -> int:
-    """Bytes of a parameter of a fusion that the fusion reads."""
+    """Bytes of a fusion's parameter that the fusion reads."""
     total = 0
     for user in [operation for operation in body.values() if parameter.name in operation.operands]:
         if user.kind in _PARTS and user.operands[0] == parameter.name:
@@ -211,8 +210,8 @@ def _bytes_read(parameter: Operation, body: Mapping[str, Operation]) -> int:
 
 
 def _flops(operation: Operation, around: Mapping[str, Operation]) -> int:
-    """Floating-point operations of a product; 0 for other operations."""
-    if operation.kernel == "gated_dot":  # its last operands are x [rows, in] and the weights [2, out, in]
+    """FLOPs of a matmul; 0 for other operations."""
+    if operation.kernel == "gated_dot":  # the last operands are x [rows, in] and the weights [2, out, in]
         (x,), (weight,) = (_dimensions(around[name].shape) for name in operation.operands[-2:])
         return 2 * x[0] * math.prod(weight)
     if operation.kind == "convolution":
@@ -226,10 +225,10 @@ def _flops(operation: Operation, around: Mapping[str, Operation]) -> int:
 
 
 def _convolution_flops(operation: Operation, around: Mapping[str, Operation]) -> int:
-    """Floating-point operations of a product that XLA writes as a convolution, as it does on TPU.
+    """FLOPs of a matmul that XLA writes as a convolution, as it does on TPU. The second operand is the weights.
 
-    An axis of the weights is contracted ("i"), kept ("o"), or a window. A window is contracted where the rows have the
-    axis as well. Where they have one entry, the result has it.
+    The weights' axis "i" is contracted and "o" is an axis of the result. Other axes are windows, contracted over
+    min(weights' size, rows' size) entries: with one entry in the rows, the axis is kept in the result.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->", operation.rest)
     if labels is None:

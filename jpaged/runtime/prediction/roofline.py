@@ -1,9 +1,8 @@
 """Predicts how fast compiled programs run on a kind of device: `jpaged plan --roofline`.
 
-The programs are those that an engine runs, compiled for the device without having it. A prediction counts kernels,
-bytes and products. An operation takes as long as its bytes or its products take, whichever is longer, and at least as
-long as a small kernel does. Collectives between devices take as long as their bytes on the link, and nothing runs at
-the same time. These are estimates: the constants below are assumptions, not measurements.
+The engine's own programs are compiled for the device, which need not be present. The time of an operation is the
+longest of three: bytes / bandwidth, FLOPs / rate, and the time of a small kernel. A collective takes the time of its
+bytes on the link, with no overlap. These are estimates: the constants below are assumptions, not measurements.
 """
 
 import collections
@@ -29,11 +28,11 @@ from jpaged.runtime.step.program_shapes import Shape
 from jpaged.runtime.targets import Target
 from pallas_kernels.paged_attention.tiling import Tiling
 
-KERNEL_SECONDS = {"gpu": 2.5e-6, "tpu": 0.5e-6}  # of a small kernel inside a CUDA graph, or a TPU's small operation
-COMMAND_SECONDS = 10e-6   # of a command that the host sends
-BYTES_SHARE = 0.8         # of the bandwidth that a kernel reaches
-PRODUCTS_SHARE = 0.6      # of the rate of the matrix units that a product reaches
-PAGED = re.compile("paged_|write_")  # names of kernels that take pages
+KERNEL_SECONDS = {"gpu": 2.5e-6, "tpu": 0.5e-6}  # a small kernel in a CUDA graph; a small operation on TPU
+COMMAND_SECONDS = 10e-6   # a command that the host sends
+BYTES_SHARE = 0.8         # share of the bandwidth that a kernel reaches
+PRODUCTS_SHARE = 0.6      # share of the matrix units' rate that a matmul reaches
+PAGED = re.compile("paged_|write_")  # names of kernels that read or write KV pages
 _DECODE = ("paged_decode", "paged_decode_merge")
 
 
@@ -42,7 +41,7 @@ class Load:
     """Requests of a step."""
 
     rows: int
-    context: int  # tokens of each request
+    context: int  # tokens per request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ class CollectiveCost:
 
     kind: str       # one of `COLLECTIVES`
     count: int
-    num_bytes: int  # as `collective_seconds` counts them
+    num_bytes: int  # as in `collective_seconds`
     seconds: float
 
 
@@ -60,21 +59,21 @@ class ProgramCost:
     """Predicted cost of one run of a program, on each device."""
 
     program: str
-    kernels: int           # those of loops once for each turn, those of a condition's largest branch; no collectives
-    commands: int | None   # that the host sends: CUDA graphs, kernels, copies. None: not an NVIDIA card
-    loops: int             # whose turns the program decides: they are not in the other figures
+    kernels: int           # once per loop iteration; of a conditional, the largest branch. No collectives
+    commands: int | None   # sent by the host: CUDA graphs, kernels, copies. None: not an NVIDIA GPU
+    loops: int             # with an unknown number of iterations; not in the other fields
     copies: int            # operations that only copy
     bytes_moved: int
-    least_bytes: int       # weights and KV read once; of the experts, those of `experts_read`
-    seconds: float         # with the collectives
-    least_seconds: float   # without collectives: least_bytes at the full bandwidth, or the products at the full rate
-    experts_read: float | None  # experts of a layer that some token chooses, see `experts_read`; None: has no experts
+    least_bytes: int       # weights and KV, read once; of the experts only `experts_read`
+    seconds: float         # including collectives
+    least_seconds: float   # without collectives: max(least_bytes / bandwidth, FLOPs / rate)
+    experts_read: float | None  # see `experts_read`; None: the model has no experts
     collectives: tuple[CollectiveCost, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Predicted time of a step of decodes: its forward program and the program that samples."""
+    """Predicted time of a decode step: the forward program and the `sample` program."""
 
     load: Load
     least_seconds: float
@@ -94,10 +93,10 @@ class Roofline:
 
 
 def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progress: bool = False) -> Roofline:
-    """Compile the programs that serve `loads`, and the largest mixed program, and predict their times.
+    """Compile the programs that serve `loads` and the largest mixed program, and predict their times.
 
-    build: of a placement for `target`. progress: show a bar. Raises ModelLoadError if the target's rates are not known,
-    or if its compiler is not installed.
+    build: placed on `target`. progress: show a bar. Loads with more rows than a program has are skipped. Raises
+    ModelLoadError if the target's rates are unknown, its compiler is not installed, or the model pools.
     """
     if target.missing is not None:
         raise ModelLoadError(f"roofline: the compiler for {target.device_kind} is in {target.missing}: install it")
@@ -164,10 +163,10 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
 
 
 def collective_costs(traffic: Iterable[Traffic], devices: int, target: Target) -> tuple[CollectiveCost, ...]:
-    """Costs of the collectives of a program over `devices` devices, by kind. Each takes at least a small kernel's time.
+    """Costs of a program's collectives, by kind. Each takes at least a small kernel's time.
 
-    A collective is over the devices of its group, or over all. One that starts early counts as well: it is not
-    predicted how much of it runs next to other operations.
+    devices: size of a collective without replica groups. Overlap of asynchronous collectives is not predicted: they
+    count in full.
     """
     found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for one in traffic:
@@ -188,13 +187,13 @@ def collective_costs(traffic: Iterable[Traffic], devices: int, target: Target) -
 
 
 def _with_dumps(build: FittedBuild, folder: str) -> FittedBuild:
-    """The same build, whose compiler also writes its commands to a folder."""
+    """The same build, but XLA also writes each program's commands to a folder."""
     placement = dataclasses.replace(build.blueprint.placement, dump_to=folder)
     return dataclasses.replace(build, blueprint=dataclasses.replace(build.blueprint, placement=placement))
 
 
 def _commands(folder: pathlib.Path) -> int:
-    """Commands that the host sends. XLA writes one a line, and those inside a CUDA graph are indented."""
+    """Number of commands that the host sends. XLA writes one a line, and indents commands inside a CUDA graph."""
     (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
     return len(re.findall(r"^\d+: k", file.read_text("utf-8"), re.MULTILINE))
 
@@ -202,7 +201,7 @@ def _commands(folder: pathlib.Path) -> int:
 def _of_load(
     build: FittedBuild, shape: Shape, load: Load, traffic: Iterable[Traffic]
 ) -> Iterator[tuple[Operation, int, int]]:
-    """Each operation with its bytes and products. Kernels over pages move those of the load, not the whole arrays."""
+    """Each operation with its bytes and FLOPs. Of KV pages and experts, only the part that the load reads counts."""
     layer = -1
     unread = itertools.cycle(_unread_bytes(build, shape, load, name) for name in ("expert_gate_up", "expert_down"))
     for one in traffic:
@@ -211,8 +210,8 @@ def _of_load(
             yield one.operation, one.read + one.written - next(unread), one.flops
         elif isinstance(shape, ForwardShape) and PAGED.match(name):
             if not shape.is_decode and name in _DECODE:
-                continue  # the predicted chunk has no decodes, so the card skips the branch with these kernels
-            # where tokens are spread, `write_qkv` finishes a device's own tokens, and `write_kv` stores all
+                continue  # the predicted chunk has no decodes, so the device skips the branch with these kernels
+            # with context parallelism a layer has `write_qkv` for a device's own tokens, then `write_kv` for all
             layer += name.startswith("write_") and (shape.token_parts == 1 or name == "write_kv")
             yield one.operation, *_of_kernel(build, shape, load, name, layer)
         else:
@@ -220,7 +219,7 @@ def _of_load(
 
 
 def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, layer: int) -> tuple[int, int]:
-    """Bytes and products of a kernel over pages, on one device."""
+    """Bytes and FLOPs of a paged kernel, on one device."""
     spec, item = build.blueprint.local_spec, build.blueprint.dtype.itemsize
     keys, key_bytes = _keys(build, load, layer), _token_bytes(build)
     tokens = shape.tokens // shape.token_parts
@@ -238,22 +237,21 @@ def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, l
 
 
 def _keys(build: FittedBuild, load: Load, layer: int) -> int:
-    """Keys that a request's last query sees in a layer."""
+    """Number of keys that a request's last query attends to in a layer."""
     window = build.blueprint.model.spec.windows[layer]
     return load.context if window is None else min(window, load.context)
 
 
 def _token_bytes(build: FittedBuild) -> int:
-    """KV bytes of a token in one layer, on one device."""
+    """KV bytes of a token in one layer on one device."""
     limits = build.limits
     return build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
 
 
 def experts_read(spec: DecoderSpec, shape: Shape, load: Load) -> float | None:
-    """Expected number of a layer's experts that some token of a step chooses; None without experts.
+    """Expected number of a layer's experts that at least one token of a step chooses; None without experts.
 
-    If all are equally likely, and tokens choose independently: a token chooses k of n, and R tokens leave out
-    (1 - k / n) ** R of them.
+    Assumes uniform, independent choices of k of n experts: T tokens choose n * (1 - (1 - k / n) ** T) experts.
     """
     experts = spec.experts
     if experts is None or not isinstance(shape, ForwardShape):
@@ -263,7 +261,7 @@ def experts_read(spec: DecoderSpec, shape: Shape, load: Load) -> float | None:
 
 
 def _unread_bytes(build: FittedBuild, shape: Shape, load: Load, prefix: str) -> int:
-    """Bytes of the experts that no token chooses: of the leaves of one layer whose names begin with `prefix`."""
+    """Bytes of experts that no token chooses, in one layer's leaves whose names start with `prefix`."""
     spec = build.blueprint.model.spec
     read = experts_read(spec, shape, load)
     if read is None or spec.experts is None:
@@ -275,8 +273,7 @@ def _unread_bytes(build: FittedBuild, shape: Shape, load: Load, prefix: str) -> 
 
 
 def least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
-    """Weights that a program reads, and the KV of its requests. Of experts: the expected number of those that it reads.
-    """
+    """Bytes of the weights that a program reads, and of its requests' KV. Of the experts only `experts_read` count."""
     model = build.blueprint.model
     if not isinstance(shape, ForwardShape):
         return memory.tree_bytes(lm_head_params(model.spec, model.params))

@@ -1,1 +1,1 @@
-"""From logits to tokens, on one device or on several."""
+"""From logits to tokens, on one or several devices."""

@@ -1,15 +1,15 @@
 """Logits to tokens. Pure functions over a batch of rows; a row's result does not depend on other rows.
 
-The order is vLLM's: masks, logit_bias, custom logits processors, penalties; then, for rows that are not greedy,
-temperature, min_p, top_k, top_p, and typical_p last.
+The order is vLLM's: masks, logit_bias, custom logits processors, penalties; then, for random rows, temperature, min_p,
+top_k, top_p, and typical_p last.
 
-The ids that stay are exact, and are found without sorting the vocabulary (`vocab_search`). The 64 most likely ids
-decide nearly every row. Where they do not, bisection on the bits of the logits finds the threshold itself. Ids that are
-as likely as the last one that stays also stay.
+The set of kept ids is exact, and is found without sorting the vocabulary (`vocab_search`). For nearly every row the 64
+most likely ids suffice. For other rows, bisection on the bits of the logits finds the exact threshold. Ids as likely as
+the last kept id are kept, too.
 
-A random row draws one uniform number, from a key of the request's seed, the sample's index and the token's position.
-It inverts the cumulative distribution of its candidates, most likely first, or else of the vocabulary in two levels.
-(Gumbel noise over the vocabulary took 422 ms for 64 x 151,936 on CPU, this 23.)
+A random row draws one uniform number, keyed by the request's seed, the sample's index and the token's position. It
+inverts the cumulative distribution of the 64 candidates, most likely first, or of the vocabulary in two levels. For
+64 x 151,936 on CPU this takes 23 ms; Gumbel noise over the vocabulary took 422 ms.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from jpaged.runtime.sampling.vocab_search import (
 )
 from jpaged.runtime.state import Field, Flag, Leaf, SamplingState
 
-# Most likely ids of a row, which are examined before the whole vocabulary.
+# Number of a row's most likely ids that are searched before the whole vocabulary.
 CANDIDATES = 64
 
 Tree = TypeVar("Tree")  # a pytree of arrays
@@ -50,7 +50,7 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @flax.struct.dataclass
 class Sampled:
-    """Tokens and their log-probabilities. All fields but the first only from SamplerVariant.FULL, else None."""
+    """Tokens and their log-probabilities, which only SamplerVariant.FULL and `score` return; else None."""
 
     token_ids: Leaf                   # int32[rows]
     logprobs: Leaf | None = None      # float32[rows]
@@ -59,15 +59,14 @@ class Sampled:
     top_logprobs: Leaf | None = None  # float32[rows, num_logprobs]
 
     def packed(self) -> Int[Array, "rows columns"]:
-        """All fields in one array, side by side, so that the host downloads one. Floats are stored as their bits."""
+        """All fields as columns of one array, for one download. Floats are stored as their bits."""
         present = [leaf for leaf in jax.tree.leaves(self) if leaf is not None]
         columns = [leaf.reshape(len(self.token_ids), -1) for leaf in present]
         return jnp.concatenate([lax.bitcast_convert_type(column, jnp.int32) for column in columns], axis=1)
 
 
 def unpack(packed: Int[np.ndarray, "rows columns"]) -> tuple[Int[np.ndarray, " rows"], Scores | None]:
-    """Token ids and log-probabilities of a downloaded `Sampled.packed`. Scores are None unless a program returns them.
-    """
+    """Token ids and log-probabilities of a downloaded `Sampled.packed`. Scores are None if there is one column."""
     token_ids, columns = packed[:, 0], packed.shape[1]
     if columns == 1:
         return token_ids, None
@@ -80,13 +79,13 @@ def unpack(packed: Int[np.ndarray, "rows columns"]) -> tuple[Int[np.ndarray, " r
 class SamplerOptions:
     """Options that all sampling programs of an engine share."""
 
-    num_logprobs: int  # most likely ids that are returned with each token
+    num_logprobs: int  # number of most likely ids returned with each token
     logprobs_mode: str = "raw_logprobs"
     processors: tuple[LogitsProcessor, ...] = ()
-    # Rows of one turn of a search over the whole vocabulary. 8 rows keep a core busy; accelerators need more.
+    # Rows searched at once over the whole vocabulary. 8 rows keep a core busy; accelerators need more.
     rows_per_search: int = 8
-    # Add the vocabulary in one fixed order. Else XLA chooses it, and on CPU it depends on what is fused with a sum: one
-    # and eight devices then differed in the last bit of a log-probability.
+    # Sum over the vocabulary in a fixed order. Else, on CPU, XLA orders sums by their fusion: log-probabilities
+    # of one and eight devices differed in the last bit.
     fixed_sums: bool = False
 
     @property
@@ -96,10 +95,7 @@ class SamplerOptions:
 
 
 def check_processors(processors: tuple[LogitsProcessor, ...], vocab_size: int) -> None:
-    """Trace custom logits processors.
-
-    Raises RequestError for one that JAX cannot trace, or that does not return a row's logits.
-    """
+    """Raise RequestError for a custom logits processor that JAX cannot trace, or that returns no row of logits."""
     row, number = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((vocab_size,), ()))
     for each in processors:
         try:
@@ -127,16 +123,14 @@ def sample_tokens(
     """Choose one token for each row.
 
     logits:    float32, of the model.
-    fields:    the rows of the request table (`state.Field`).
-    positions: int32; position of the chosen token in its sequence.
+    fields:    int32, the rows of the request table (`state.Field`).
+    positions: int32, of the chosen token in its sequence.
     allowed:   ids that may be sampled; None = all.
-    extras:    of these rows; only read by SamplerVariant.FULL.
+    extras:    of these rows; only SamplerVariant.FULL reads them.
 
-    A row whose largest logit is NaN or infinite gets NOT_FINITE instead of a token. A row that allows no id gets
-    NOTHING_ALLOWED. The host then ends the request.
-
-    Log-probabilities are those of `options.logprobs_mode`. Those of a beam are of the ids that it may choose, at its
-    temperature.
+    A row with NaN logits or an infinite largest logit gets NOT_FINITE instead of a token. A row that allows no id gets
+    NOTHING_ALLOWED. The host then ends the request. Log-probabilities follow `options.logprobs_mode`. A beam's are over
+    the ids that it may choose, at its temperature.
     """
     work = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
     if variant is SamplerVariant.FULL and extras is not None:
@@ -171,7 +165,6 @@ def sample_tokens(
         if options.logprobs_mode.startswith("processed"):
             is_kept = kept.holds(row_logits.less_peak()) | ~is_random[:, None]
             reported = jnp.where(is_kept, work * inverse[:, None], -jnp.inf)
-        # A beam is scored by the ids that it may choose, at its temperature.
         beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
         is_beam = beam_temperature > 0
         reported = jnp.where(is_beam, work / jnp.where(is_beam, beam_temperature, 1.0), reported)
@@ -191,7 +184,7 @@ def sample_tokens(
 def token_or_error(
     peak: Float[Array, " rows"], token_ids: Int[Array, " rows"], is_nan: Bool[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """The tokens, with NOT_FINITE or NOTHING_ALLOWED for rows without one. peak: the largest logit that is allowed."""
+    """The tokens, but NOT_FINITE or NOTHING_ALLOWED for rows without a valid one. peak: largest allowed logit."""
     is_nan |= jnp.isnan(peak)
     error = jnp.where(~is_nan & (peak == -jnp.inf), NOTHING_ALLOWED, NOT_FINITE)
     return jnp.where(is_nan | ~jnp.isfinite(peak), error, token_ids)
@@ -200,7 +193,7 @@ def token_or_error(
 def describe_tokens(
     logits: Float[Array, "rows vocab"], token_ids: Int[Array, " rows"], *, options: SamplerOptions
 ) -> Sampled:
-    """Log-probabilities of given tokens, from the model's own logits: for prompt log-probabilities."""
+    """Log-probabilities of given tokens from the model's unprocessed logits, for prompt log-probabilities."""
     normalised = jnp.full((len(token_ids), 1), options.normalises)
     return _describe(logits, token_ids, normalised, likeliest(logits, options.num_logprobs), options)
 
@@ -212,9 +205,9 @@ def _describe(
     top: tuple[Float[Array, "rows count"], Int[Array, "rows count"]],
     options: SamplerOptions,
 ) -> Sampled:
-    """Values of the tokens, and of the ids in `top`. normalised: log-probabilities instead of logits.
+    """Values of the tokens and of the ids in `top`. normalised: True for log-probabilities, False for logits.
 
-    top: logits and ids of the most likely ids, or of those that a request names.
+    top: (logits, ids) of the most likely ids, or of ids that a request names.
     """
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     normaliser = jnp.where(normalised, _logsumexp(logits, fixed=options.fixed_sums), 0.0)
@@ -222,7 +215,7 @@ def _describe(
     return Sampled(
         token_ids,
         logprobs=(chosen - normaliser)[:, 0],
-        ranks=jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32),  # as in vLLM: equal ones share the last rank
+        ranks=jnp.sum(logits >= chosen, axis=-1, dtype=jnp.int32),  # as in vLLM: equal logits share the last rank
         top_ids=top_ids,
         top_logprobs=top_logits - normaliser,
     )
@@ -234,7 +227,7 @@ def _top_or_asked(
     fields: Int[Array, "rows num_fields"],
     extras: SamplingState,
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
-    """Replace the most likely ids and their logits by the first `bias_ids` in rows with `Flag.BIAS_SCORES`."""
+    """`top`, but with the first `bias_ids` and their logits in rows with `Flag.BIAS_SCORES`."""
     asked = ((fields[:, Field.FLAGS] & Flag.BIAS_SCORES) > 0)[:, None]
     width = min(top[1].shape[1], extras.bias_ids.shape[1])
 
@@ -280,7 +273,7 @@ def _process(
     def add_bias(work: Array) -> Array:
         return work.at[jnp.arange(rows)[:, None], extras.bias_ids].add(extras.bias, mode="drop")
 
-    # CTRL's repetition penalty (Keskar et al. 2019) counts prompt and output, OpenAI's other two only the output.
+    # CTRL's repetition penalty (Keskar et al. 2019) counts prompt and output; OpenAI's two count only the output.
     def penalise(work: Array) -> Array:
         times = (extras.counts >> 1).astype(jnp.float32)
         repetition = _float(fields[:, Field.REPETITION])[:, None]
@@ -294,43 +287,43 @@ def _process(
         count = len(process.parameters)
         asked = (fields[:, Field.PROCESSORS] >> number & 1)[:, None] > 0
         processed = jax.vmap(process)(work, *extras.custom[:, column : column + count].T)
-        processed = jnp.where(work == -jnp.inf, -jnp.inf, processed)  # an id that is masked stays so, even times 0
+        processed = jnp.where(work == -jnp.inf, -jnp.inf, processed)  # masked ids stay masked, even if multiplied by 0
         work, column = jnp.where(asked, processed, work), column + count
     return where_flagged(Flag.COUNTS, penalise, work)
 
 
-# -- the ids that stay, and the draw ------------------------------------------------------------------------------
+# -- the kept ids, and the draw -----------------------------------------------------------------------------------
 
 
 @flax.struct.dataclass
 class _Logits:
-    """Logits of rows, after masks and penalties, with what makes logarithms of weights of them."""
+    """Logits of rows, after masks and penalties, and the numbers to turn them into log-weights."""
 
     work: Leaf     # float32[rows, vocab]
-    peak: Leaf     # float32[rows]  the largest of each row
+    peak: Leaf     # float32[rows]  largest logit of each row
     inverse: Leaf  # float32[rows]  1 / temperature
-    maxima: Leaf   # float32[rows, blocks]  the largest of each block of CANDIDATE_BLOCK
+    maxima: Leaf   # float32[rows, blocks]  largest logit of each block: `block_maxima(work, CANDIDATE_BLOCK)`
     fixed: bool = flax.struct.field(pytree_node=False, default=False)  # `SamplerOptions.fixed_sums`
 
     def less_peak(self, of: Float[Array, "rows n"] | None = None) -> Float[Array, "rows n"]:
-        """Logits (of: some of them) less the largest of their row, at its temperature: logarithms of weights, <= 0.
+        """Log-weights, <= 0: (logits - the row's largest) / temperature. of: some of the logits; None: all.
 
-        XLA computes this again for every use, so every use must round alike: an id equal to a threshold that was found
-        in another use must stay. A subtraction and then a multiplication cannot be fused into one rounding.
+        XLA computes this again for every use, and every use must round alike: an id equal to a threshold from another
+        use must be kept. A subtraction followed by a multiplication cannot be fused into one rounding.
         """
         return ((self.work if of is None else of) - self.peak[:, None]) * self.inverse[:, None]
 
 
 @flax.struct.dataclass
 class _Kept:
-    """The ids of a row that may be drawn: x >= threshold, and at most `reach` away from `centre`."""
+    """The ids of a row that may be drawn: x >= threshold and |x - centre| <= reach, with x of `less_peak`."""
 
     threshold: Leaf  # float32[rows]
     centre: Leaf     # float32[rows]
-    reach: Leaf      # float32[rows]; infinite if typical_p keeps all
+    reach: Leaf      # float32[rows]; infinite without typical_p
 
     def holds(self, x: Float[Array, "rows n"]) -> Bool[Array, "rows n"]:
-        """x: of `_Logits.less_peak`."""
+        """True for kept ids. x: from `_Logits.less_peak`."""
         near = jnp.abs(x - self.centre[:, None]) <= self.reach[:, None]
         return (x >= self.threshold[:, None]) & near
 
@@ -345,7 +338,7 @@ def _draw(
     typical: bool,
     rows_per_search: int,
 ) -> tuple[Int[Array, " rows"], _Kept]:
-    """One token for each row, and the ids that it was drawn from."""
+    """One token for each row, and the ids from which it was drawn."""
     rows, vocab = logits.work.shape
     search_rows = functools.partial(_search_rows, part=min(rows_per_search, rows))
     # p >= min_p * p_max, in logarithms; log(0) = -inf keeps everything
@@ -366,12 +359,12 @@ def _draw(
     last = values[:, -1]
     whole = count == vocab
 
-    # top_k: the k-th value of those that min_p keeps; no limit if it keeps fewer than k
+    # top_k: the k-th largest value, unless min_p keeps fewer than k values
     place = jnp.clip(top_k - 1, 0, values.shape[1] - 1)
     kth = jnp.take_along_axis(values, place[:, None], axis=1)[:, 0]
     threshold = jnp.where((top_k > 0) & (top_k <= values.shape[1]), jnp.maximum(kth, floor), floor)
     settled = limited & ((threshold > last) | whole)
-    # top_p: of the remaining mass. In rows that are settled so far, the candidates have all of it.
+    # top_p: a share of the remaining mass. In rows that are already settled, the candidates have all of this mass.
     kept = values >= threshold[:, None]
     weights = jnp.where(kept, jnp.exp(values), 0.0)
     needs_mass = is_random & cut & ~settled & (top_k == 0)
@@ -439,17 +432,17 @@ def _draw_of_all(logits: _Logits, found: _Kept, uniforms: Float[Array, " rows"])
 def _search_rows(
     needed: Bool[Array, " rows"], search: Callable[..., Tree], arrays: tuple, otherwise: Tree, *, part: int
 ) -> Tree:
-    """`search(*arrays)` for the rows that need it, `otherwise` for the others.
+    """`search(*arrays)` for rows in `needed`, `otherwise` for other rows.
 
-    Searches `part` rows at a time. So one row with a flat distribution does not cost a search over the whole batch.
+    Searches `part` rows at a time, so one row with a flat distribution does not cost a search over the whole batch.
     """
     rows, count = len(needed), jnp.sum(needed)
-    order = jnp.concatenate([jnp.argsort(~needed), jnp.zeros(part, jnp.int32)])  # rows that need it come first
+    order = jnp.concatenate([jnp.argsort(~needed), jnp.zeros(part, jnp.int32)])  # needed rows first
 
     def some(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
         start, found = state
         chosen = lax.dynamic_slice(order, (start,), (part,))
-        places = jnp.where(start + jnp.arange(part) < count, chosen, rows)  # drop rows that do not need it
+        places = jnp.where(start + jnp.arange(part) < count, chosen, rows)  # drop other rows
         new = search(*jax.tree.map(lambda array: jnp.take(array, chosen, axis=0), arrays))
         return start + part, jax.tree.map(lambda old, new: old.at[places].set(new, mode="drop"), found, new)
 
@@ -464,7 +457,7 @@ def _float(bits: Int[Array, " rows"]) -> Float[Array, " rows"]:
 
 
 def _uniforms(fields: Int[Array, "rows num_fields"], positions: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """One number in [0, 1) for each row: fold_in(fold_in(key(seed), sample index), position)."""
+    """One number in [0, 1) for each row, of the key fold_in(fold_in(key(seed), sample index), position)."""
 
     def one(low: Array, high: Array, sample_index: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(jnp.stack([high, low]), impl="threefry2x32")

@@ -1,8 +1,8 @@
 """Exact searches over the vocabulary without sorting it: largest values, thresholds, and the inverse of a CDF.
 
-Two methods. In two levels: reduce blocks of the vocabulary first, then look into the blocks that matter. By bisection:
-halve the range of float32 bit patterns 31 times, which finds a threshold itself and not an approximation. NVIDIA cards
-cut the range into 16 parts instead, 8 times.
+There are two methods. Two levels: reduce each block of the vocabulary, then search only the blocks that matter.
+Bisection: halve the range of float32 bit patterns 31 times, which finds the exact threshold. NVIDIA GPUs instead split
+the range into 16 parts, 8 times.
 """
 
 import functools
@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from jpaged.models.experts import row_sum
 
-# Largest block of the two-level searches; a smaller one if it divides the vocabulary.
+# Largest block of two-level searches, in ids. `_block` may choose a smaller one that divides the vocabulary.
 BLOCK = 512
-CANDIDATE_BLOCK = 64  # of the search for the likeliest ids
+CANDIDATE_BLOCK = 64  # largest block for `likeliest`
 SMALLEST_BLOCK = 32
 
 _INFINITY = 0x7F800000  # bits of float32's infinity
@@ -30,12 +30,11 @@ def block_maxima(x: Float[Array, "rows vocab"], block: int = BLOCK) -> Float[Arr
 def block_maxima_and_nan(
     x: Float[Array, "rows vocab"], logits: Float[Array, "rows vocab"], block: int = BLOCK
 ) -> tuple[Float[Array, "rows blocks"], Bool[Array, " rows"]]:
-    """`block_maxima` of x, and whether a row of logits has a NaN, or infinities of both signs in one block.
+    """`block_maxima` of x, and True for rows of logits with a NaN, or with infinities of both signs in one block.
 
-    x: the logits, after masks and penalties. XLA's maximum on CPU ignores a NaN next to numbers, and a sum does not.
-    `isnan` stores its result there: for 64 x 151,936 it takes 14 ms, the sum 2 ms.
-
-    On an NVIDIA card one operation computes both: as two they read the logits twice.
+    x: the logits, after masks and penalties. XLA's maximum on CPU ignores a NaN among numbers, but a sum does not.
+    `isnan` is slower there, because XLA stores its result: for 64 x 151,936 it takes 14 ms, the sum 2 ms. On an NVIDIA
+    GPU one operation computes both, because two would read the logits twice.
     """
 
     def one_pass(x: Array, logits: Array) -> tuple[Array, Array]:
@@ -53,24 +52,23 @@ def block_maxima_and_nan(
 def argmax(
     x: Float[Array, "rows vocab"], block: int = BLOCK, maxima: Float[Array, "rows blocks"] | None = None
 ) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
-    """The largest value, and the lowest id that has it: the winning block, then the index in it.
+    """The largest value and its lowest id, from the block with the largest maximum.
 
-    maxima: `block_maxima(x, block)`; None: computed here.
-
-    `jnp.argmax` takes 13 times as long for 64 x 151,936 on CPU. Both results come from the winning block. A second use
-    of x would store all of it on an H200 (665 instead of 534 MB for 256 x 128,256), or compute it twice on CPU.
+    maxima: `block_maxima(x, block)`; None: computed here. `jnp.argmax` takes 13 times as long for 64 x 151,936 on CPU.
+    Both results come from the winning block, because a second use of x is costly. An H200 would store all of x (665
+    instead of 534 MB for 256 x 128,256), and a CPU would compute it twice.
     """
     winner = jnp.argmax(block_maxima(x, block) if maxima is None else maxima, axis=1)
     inside = _take_blocks(x, winner[:, None], block)[:, 0]
     ids = winner * inside.shape[1] + jnp.argmax(inside, axis=1)
-    ids = jnp.minimum(ids, x.shape[1] - 1)  # if all are -inf, the argmax may be in the padding
+    ids = jnp.minimum(ids, x.shape[1] - 1)  # if all values are -inf, the index may be in the padding
     return inside.max(axis=1), ids.astype(jnp.int32)
 
 
 def likeliest(
     x: Float[Array, "rows vocab"], count: int, maxima: Float[Array, "rows blocks"] | None = None
 ) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
-    """The `count` largest values and their ids, like `lax.top_k`; equal values in the order of their ids.
+    """The `count` largest values and their ids, like `lax.top_k`. Equal values are in the order of their ids.
 
     Reads only the blocks with the largest maxima. maxima: `block_maxima(x, CANDIDATE_BLOCK)`; None: computed here.
     """
@@ -88,20 +86,20 @@ def likeliest(
 
 
 def row_sums(x: Num[Array, "*lead n"], *, fixed: bool) -> Num[Array, "*lead"]:
-    """Sums over the last axis. fixed: in one order, whatever XLA fuses with the sum (`SamplerOptions.fixed_sums`)."""
+    """Sums over the last axis. fixed: add in the same order in every program (`SamplerOptions.fixed_sums`)."""
     return row_sum(x) if fixed else x.sum(axis=-1)
 
 
 def invert_cdf(
     weights: Float[Array, "rows vocab"], uniform: Float[Array, " rows"], *, fixed: bool = False
 ) -> Int[Array, " rows"]:
-    """The first id at which the running sum of weights exceeds uniform * their total: by blocks, then inside one."""
+    """The first id whose running sum of weights exceeds uniform * total. Finds the block, then the id in it."""
     blocked = _in_blocks(weights, 0.0)
     blocks, size = blocked.shape[1:]
     ends = jnp.cumsum(row_sums(blocked, fixed=fixed), axis=1)
     target = uniform * ends[:, -1]
     block = jnp.minimum(jnp.sum(ends <= target[:, None], axis=1), blocks - 1)
-    # Rounding may select an empty block at the very end. Use the last block with weight instead.
+    # Rounding may select an empty block at the end. Then use the last block that has weight.
     filled = (ends > 0) & (jnp.diff(ends, axis=1, prepend=0.0) > 0)
     last_filled = blocks - 1 - jnp.argmax(filled[:, ::-1], axis=1)
     block = jnp.minimum(block, last_filled)
@@ -115,7 +113,7 @@ def invert_cdf(
 
 
 def kth_largest(x: Float[Array, "rows vocab"], top_k: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """The k-th largest value of each row, by bisection. x <= 0; top_k 0 = all."""
+    """The top_k-th largest value of each row, by bisection. x: <= 0. top_k: 0 = all ids."""
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, x.shape[1]), x.shape[1])
     return -smallest_bound(-x, jnp.ones(x.shape, jnp.int32), wanted)
 
@@ -124,7 +122,7 @@ def top_p_edge(
     x: Float[Array, "rows vocab"], threshold: Float[Array, " rows"], top_p: Float[Array, " rows"], *,
     fixed: bool = False,
 ) -> Float[Array, " rows"]:  # fmt: skip
-    """The smallest value that top_p keeps, among values x <= 0 at the threshold or above; by bisection."""
+    """The smallest value that top_p keeps, by bisection. Only values of x >= threshold count. x: <= 0."""
     weights = jnp.where(x >= threshold[:, None], jnp.exp(x), 0.0)
     edge = -smallest_bound(-x, weights, top_p * row_sums(weights, fixed=fixed), fixed=fixed)
     # with top_p = 1, rounding of the sums must not drop an id
@@ -135,15 +133,15 @@ def typical_range(
     x: Float[Array, "rows n"], kept: Bool[Array, "rows n"], typical_p: Float[Array, " rows"], *,
     bisect: bool = False, fixed: bool = False,
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:  # fmt: skip
-    """Locally typical sampling (Meister et al. 2022): the centre and the reach of the values of x that stay.
+    """Locally typical sampling (Meister et al. 2022). Returns (centre, reach): keep x with |x - centre| <= reach.
 
-    These are the fewest ids whose surprise is nearest to the entropy and that together have typical_p of the mass.
-    bisect: find the reach by bisection instead of a sort.
+    These are the fewest ids, nearest in surprise to the entropy, that together have typical_p of the mass. bisect: find
+    the reach by bisection instead of a sort.
     """
     weights = jnp.where(kept, jnp.exp(x), 0.0)
     total = row_sums(weights, fixed=fixed)
-    # The surprise log(total) - x equals the entropy where x equals its own mean.
-    centre = row_sums(jnp.where(weights > 0, weights * x, 0.0), fixed=fixed) / total  # -inf has no weight
+    # The surprise, log(total) - x, equals the entropy where x equals the mean of x.
+    centre = row_sums(jnp.where(weights > 0, weights * x, 0.0), fixed=fixed) / total  # -inf has weight 0
     distance = jnp.where(kept, jnp.abs(x - centre[:, None]), jnp.inf)
     wanted = typical_p * total
     if bisect:
@@ -157,11 +155,11 @@ def typical_range(
 def smallest_bound(
     x: Float[Array, "rows n"], weights: Num[Array, "rows n"], wanted: Num[Array, " rows"], *, fixed: bool = False
 ) -> Float[Array, " rows"]:
-    """The smallest value of x >= 0 such that the weights of the entries up to it sum to `wanted` or more.
+    """The smallest b in x, which is >= 0, such that the weights of entries <= b sum to `wanted` or more.
 
-    Infinity if all of them do not. weights: >= 0, in the dtype of `wanted`.
+    Infinity if all weights sum to less. weights: >= 0, in the dtype of `wanted`.
     """
-    # an NVIDIA card reads x and weights 8 times instead of 31: 46 kernels instead of 161. CPUs and TPUs are slower so.
+    # An NVIDIA GPU reads x and weights 8 times instead of 31: 46 kernels instead of 161. CPUs and TPUs get slower.
     halves = functools.partial(bound_by_halves, fixed=fixed)
     return lax.platform_dependent(x, weights, wanted, cuda=bound_by_sixteenths, default=halves)
 
@@ -169,10 +167,7 @@ def smallest_bound(
 def bound_by_halves(
     x: Float[Array, "rows n"], weights: Num[Array, "rows n"], wanted: Num[Array, " rows"], *, fixed: bool = False
 ) -> Float[Array, " rows"]:
-    """`smallest_bound` by bisection.
-
-    The bits of a non-negative float32 rise with its value, so 31 halvings of the integers from 0 to infinity find it.
-    """
+    """`smallest_bound` by 31 halvings of the bit patterns from 0 to infinity: they rise with a float's value."""
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)  # abs: -0.0 becomes 0.0
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -190,7 +185,7 @@ def bound_by_halves(
 def bound_by_sixteenths(
     x: Float[Array, "rows n"], weights: Num[Array, "rows n"], wanted: Num[Array, " rows"]
 ) -> Float[Array, " rows"]:
-    """`smallest_bound`, four bits a turn from the highest on. One reduction sums up to the ends of 15 parts at once."""
+    """`smallest_bound`, four bits an iteration, highest first. One reduction computes the sums for 15 bounds."""
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
     zero = jnp.zeros((), weights.dtype)
 
@@ -211,7 +206,7 @@ def bound_by_sixteenths(
 def _take_blocks(
     x: Float[Array, "rows vocab"], chosen: Int[Array, "rows n"], largest: int
 ) -> Float[Array, "rows n block"]:
-    """Blocks of each row by their numbers. largest: BLOCK or CANDIDATE_BLOCK."""
+    """The blocks of each row with the numbers `chosen`. largest: BLOCK or CANDIDATE_BLOCK."""
     rows, vocab = x.shape
     block = _block(vocab, largest)
 
@@ -220,7 +215,7 @@ def _take_blocks(
 
     def from_lines(x: Array, chosen: Array) -> Array:
         lines = _lines(x).reshape(-1, 128)
-        first = chosen * block // 128  # line of a row
+        first = chosen * block // 128  # index of a block's first line in its row
         line = first[:, :, None] + jnp.arange(max(1, block // 128))
         row = jnp.arange(rows)[:, None, None]
         taken = jnp.take(lines, (row // 8 * (vocab // 128) + line) * 8 + row % 8, axis=0, mode="clip")
@@ -232,14 +227,14 @@ def _take_blocks(
 
     if not _has_lines(x):
         return from_blocks(x, chosen)
-    # blocks as an axis would be a copy of all logits on TPU: 155 MB read and 311 MB written for 256 x 151,936
+    # A reshape to blocks copies all logits on TPU: 155 MB read and 311 MB written for 256 x 151,936.
     return lax.platform_dependent(x, chosen, tpu=from_lines, default=from_blocks)
 
 
 def _of_blocks(
     x: Float[Array, "rows vocab"], reduce: Callable[..., Array], fill: float, largest: int
 ) -> Float[Array, "rows blocks"]:
-    """One value for each block of a row. reduce: jnp.max or jnp.sum; fill: what does not change its result."""
+    """One value for each block of a row. reduce: jnp.max or jnp.sum; fill: its neutral value."""
     rows, vocab = x.shape
     block = _block(vocab, largest)
 
@@ -257,22 +252,22 @@ def _of_blocks(
 
     if not _has_lines(x):
         return by_blocks(x)
-    # as above: 155 MB read and written for 256 x 151,936
+    # Here the copy reads and writes 155 MB for 256 x 151,936.
     return lax.platform_dependent(x, tpu=by_lines, default=by_blocks)
 
 
 def _has_lines(x: Float[Array, "rows vocab"]) -> bool:
-    """Whether x consists of whole tiles of a TPU's memory: 8 rows and 128 ids."""
+    """True if x consists of whole TPU memory tiles: 8 rows x 128 ids."""
     return x.shape[0] % 8 == 0 and x.shape[1] % 128 == 0
 
 
 def _lines(x: Float[Array, "rows vocab"]) -> Float[Array, "tiles_of_rows lines 8 128"]:
-    """The same numbers in the order of a TPU's memory: 128 ids of 8 rows, then the next 128 ids of these rows."""
+    """x in the order of a TPU's memory: 128 ids of 8 rows, then the next 128 ids of these rows."""
     return x.reshape(x.shape[0] // 8, 8, x.shape[1] // 128, 128).swapaxes(1, 2)
 
 
 def _block(vocab: int, largest: int = BLOCK) -> int:
-    """Entries of a block: the largest power of two that divides the vocabulary. Padding would copy the logits."""
+    """Ids per block: the largest power of two that divides the vocabulary, because padding would copy the logits."""
     divisor = min(largest, vocab & -vocab)
     return divisor if divisor >= SMALLEST_BLOCK else largest
 

@@ -1,8 +1,8 @@
-"""Sampling when each device has the logits of a part of the vocabulary. The results are those of one device.
+"""Sampling when each device has the logits of a part of the vocabulary. Results are the same as on one device.
 
-- Greedy rows exchange the largest logit of each part and its id.
-- All others exchange rows for parts: a device gets all logits of some rows, and samples those (`by_rows`). So each
-  logit is sent once, where a gather would send it to every device.
+- Greedy sampling exchanges only each part's largest logit and its id.
+- Otherwise an all-to-all gives each device all logits of some rows, which it samples (`by_rows`). So each logit is sent
+  once. An all-gather would send it to every device.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from jpaged.models.sharding import TENSOR, Shards
 from jpaged.runtime.sampling.sampler import Sampled, token_or_error
 from jpaged.runtime.sampling.vocab_search import BLOCK, argmax, block_maxima_and_nan
 
-# From this many rows on, the bits of a row do not depend on their number (XLA on CPU).
+# With at least this many rows, a row's bits do not depend on the number of rows (XLA on CPU).
 MIN_ROWS = 8
 
 
 def greedy(
     logits: Float[Array, "rows part"], allowed: Bool[Array, " vocab"] | None, *, vocab: int, shards: Shards
 ) -> Sampled:
-    """The likeliest token of each row. logits: of this device's part of the vocabulary, perhaps with padding."""
+    """The most likely token of each row. logits: of this device's part of the vocabulary; may have padding."""
     size = logits.shape[1]
     ids = shards.first(size) + jnp.arange(size)
     usable = ids < vocab
@@ -37,7 +37,7 @@ def greedy(
     found = jnp.stack([lax.bitcast_convert_type(peak, jnp.int32), shards.first(size) + best, is_nan.astype(jnp.int32)])
     peaks, bests, nans = lax.all_gather(found, TENSOR).swapaxes(0, 1)
     peaks = lax.bitcast_convert_type(peaks, jnp.float32)
-    winner = jnp.argmax(peaks, axis=0)[None]  # on a tie the first, which has the lower id
+    winner = jnp.argmax(peaks, axis=0)[None]  # on a tie the first device, which has the lower id
     take = lambda each: jnp.take_along_axis(each, winner, axis=0)[0]  # noqa: E731
     return Sampled(token_or_error(take(peaks), take(bests), (nans > 0).any(axis=0)))
 
@@ -45,11 +45,10 @@ def greedy(
 def by_rows(
     logits: Float[Array, "rows part"], of_rows: Any, sample: Callable[..., Any], *, vocab: int, shards: Shards
 ) -> Any:
-    """`sample(logits, of_rows)` for all rows; each device computes some of them.
+    """`sample(logits, of_rows)` for all rows. Each device computes some rows, and gets the results of all.
 
-    logits:  of this device's part of the vocabulary. `sample` gets rows with the whole vocabulary.
-    of_rows: a tree of arrays [rows, ...] that all devices have. `sample` gets the same rows.
-    Returns the tree of `sample`, of all rows, on every device.
+    logits: of this device's part of the vocabulary. of_rows: tree of arrays [rows, ...] that all devices have.
+    `sample` gets some rows of both, with the whole vocabulary.
     """
     rows, count = logits.shape[0], shards.count
     each = -(-rows // count)

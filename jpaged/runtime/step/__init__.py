@@ -1,1 +1,1 @@
-"""Runs in a step: its inputs, the forward pass, the programs after it, and the moves of blocks."""
+"""The parts of a step: packed inputs, the forward pass, the output programs, and block moves."""

@@ -1,10 +1,10 @@
-"""Inputs of a step: the packed plan, which is uploaded, and the `Batch` that the device builds from it.
+"""Inputs of a step: the host packs the plan into one array, and the device unpacks it into a `Batch`.
 
-Called by: `ModelRunner.dispatch` and `FrontStages` pack; the forward program unpacks.
-Owns: the layout of the one array that a step uploads.
-Never: reads an array of the device on the host.
+Called by: `ModelRunner.dispatch` and `FrontStages`, which pack; the forward program, which unpacks.
+Owns: the layout of the packed plan, the one array that a step uploads.
+Never: downloads a device array.
 
-For decodes the host sends row numbers only: ids, positions, KV slots and lengths come from the request table.
+For decodes the host sends only row numbers. Token ids, positions, KV slots and lengths come from the request table.
 """
 
 import dataclasses
@@ -20,29 +20,29 @@ from jpaged.engine.step_plan import StepPlan
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, row_values
 
-# Block-table changes that fit into a packed plan in addition to those that its own tokens can need.
+# Room in a packed plan for block-table changes beyond the blocks that its own tokens can fill.
 SPARE_UPDATES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardShape:
-    """Key of a forward program."""
+    """Key of a forward program, and the layout of its packed plan."""
 
-    is_decode: bool  # every row computes one token, which it reads from the table; then tokens == rows
+    is_decode: bool  # each row computes one token, its last one in the request table; tokens == rows
     tokens: int
     rows: int
     block_size: int
     num_kv_groups: int = 1
-    token_parts: int = 1  # devices that the tokens are spread over (`context`)
+    token_parts: int = 1  # devices that share the tokens, with context parallelism (`context`)
 
     @property
     def max_updates(self) -> int:
-        """Block-table entries that fit: blocks that the tokens can fill, one per row for a begun block, and a spare."""
+        """Maximum `block_updates`. Per KV group: blocks that the tokens fill, and one started block per row."""
         return self.num_kv_groups * (self.tokens // self.block_size + self.rows) + SPARE_UPDATES
 
-    @functools.cached_property  # reading it takes 8 us otherwise, at every step
+    @functools.cached_property  # computing it would take 8 us at every step
     def cuts(self) -> dict[str, slice]:
-        """Slice of each part in the packed int32 array."""
+        """Slice of each part in the packed int32 array, by name."""
         sizes = {"rows": self.rows, "output_rows": 2 * self.rows, "updates": 3 * self.max_updates}
         if not self.is_decode:
             sizes |= {
@@ -57,7 +57,7 @@ class ForwardShape:
 
     @property
     def packed_size(self) -> int:
-        """Length of the packed plan, in int32s."""
+        """Number of int32s in the packed plan."""
         return max(cut.stop for cut in self.cuts.values())
 
     def __str__(self) -> str:
@@ -65,9 +65,9 @@ class ForwardShape:
 
 
 def block_updates(plan: StepPlan, width: int) -> np.ndarray:
-    """int32[U, 3], (row, column, block): entries of `DeviceState.blocks` that the plan changes.
+    """Entries of `DeviceState.blocks` to set: int32[U, 3] with (row, column, block). width: columns per KV group.
 
-    Includes those of restarted rows. width: columns of one KV group.
+    Includes the block tables of rows in `plan.row_inits`.
     """
     changed = plan.block_updates
     if plan.row_inits:
@@ -81,7 +81,7 @@ def block_updates(plan: StepPlan, width: int) -> np.ndarray:
 
 
 def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray:
-    """int32[packed_size]: the plan as the forward program reads it. updates: int32[U, 3], U <= shape.max_updates."""
+    """Pack a plan into int32[packed_size] for the forward program. updates: int32[U, 3], U <= shape.max_updates."""
     packed = np.full(shape.packed_size, -1, np.int32)  # -1 is padding
     cuts, rows = shape.cuts, len(plan.rows)
     packed[cuts["rows"]][:rows] = plan.rows
@@ -102,7 +102,7 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray
 
 
 def _pack_output_rows(plan: StepPlan, packed: np.ndarray) -> None:
-    """Write `DeviceState.output_rows`. packed: int32[2, rows], filled with padding."""
+    """Write the next `DeviceState.output_rows` into `packed`: int32[2, rows], full of padding (-1)."""
     count = len(plan.rows)
     if plan.decodes_only:  # each row has one token
         packed[0, :count] = plan.rows
@@ -118,7 +118,7 @@ def _pack_output_rows(plan: StepPlan, packed: np.ndarray) -> None:
 
 @flax.struct.dataclass
 class KVGroupRows:
-    """KV of the step's rows in one KV group, as `PagedAttend` reads it. Padding tokens have slot -1."""
+    """Inputs of `PagedAttend` for one KV group: where the step's KV is. Padding tokens have slot -1."""
 
     block_tables: Leaf     # int32[rows, width]
     slots: Leaf            # int32[tokens]
@@ -128,10 +128,10 @@ class KVGroupRows:
 
 @flax.struct.dataclass
 class Batch:
-    """Inputs of the decoder, built on the device. Padding rows have no tokens."""
+    """Inputs of the decoder, built on the device. Padding rows have 0 tokens."""
 
     rows: Leaf     # int32[rows]  row of the table; padding rows point past its end
-    lengths: Leaf  # int32[rows]  tokens after the step; also the position of the sampled token
+    lengths: Leaf  # int32[rows]  sequence length after the step = position of the sampled token
     kv_groups: tuple[KVGroupRows, ...]
     real: Leaf       # bool[tokens]  False: padding
     token_ids: Leaf  # int32[tokens]
@@ -140,7 +140,7 @@ class Batch:
 
 
 def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ForwardShape) -> tuple[DeviceState, Batch]:
-    """Unpack the plan, apply its changes to the table, and build the inputs of the decoder."""
+    """Unpack the plan, apply its changes to the table and the block tables, and build the decoder's inputs."""
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     capacity = state.table.shape[0]
 
@@ -197,8 +197,8 @@ def upload_long_rows(
 ) -> tuple[DeviceState, np.ndarray]:
     """Upload block tables that do not fit into the packed plan, one row at a time, longest first.
 
-    width: columns of one kv_group. most: updates that fit. upload: a program of `compile_upload_row`. `state` is
-    donated if there is such a row. Returns the state, and int32[U, 3], the updates that are left: see `block_updates`.
+    width: columns per KV group. most: updates that fit. upload: program of `compile_upload_row`; donates `state`.
+    Returns the state, and the `block_updates` still to pack: int32[U, 3].
     """
     updates = block_updates(plan, width)
     for init in sorted(plan.row_inits, key=lambda i: -len(i.blocks)):

@@ -1,12 +1,9 @@
-"""Moves of blocks between steps: copy on write, and transfers to and from the host tier.
+"""Block moves between steps: copy on write, and transfers to and from the host tier.
 
-The moves are programs of their own, compiled before ready and run only when needed. As part of the step they would add
-one kernel per layer to every step. The device runs programs in the order of dispatch: a block is copied after the step
-that wrote it, and before the step that continues in the copy. The host does not wait, except where the backend has no
-pinned memory: there a block that moves to the host is downloaded at once.
-
-A block on the host is a pytree like KVPages of one block, stacked over the page arrays: in pinned memory if the backend
-has it, else as numpy arrays.
+Moves are separate programs, compiled before ready and run only when needed. Inside a forward program they would add one
+kernel per layer to every step. The device runs programs in the order of dispatch: a block is copied after the step that
+wrote it, and before the step that continues in the copy. The host waits only if the backend has no pinned memory: it
+then downloads a block that moves to the host at once.
 """
 
 import dataclasses
@@ -33,18 +30,17 @@ from pallas_kernels import KVPages
 
 logger = logging.getLogger(__name__)
 
-COPY_BUCKETS = (8, 64)  # blocks that one program copies: 8 for the forks of a step, 64 for a wide beam search
-HOST_BUCKET = 16  # blocks that one program moves to the host, or back
+COPY_BUCKETS = (8, 64)  # blocks per copy program: 8 for the forks of a step, 64 for a wide beam search
+HOST_BUCKET = 16  # blocks per program that moves them to the host or back
 PINNED = "pinned_host"
 
-HostBlock = Any  # a pytree like KVPages of one block, stacked over the page arrays: jax.Arrays or numpy arrays
+# A pytree like KVPages of one block, stacked over the page arrays. On the host its leaves are jax.Arrays in pinned
+# memory. Without pinned memory they are numpy arrays, or jax.Arrays if there is a mesh.
+HostBlock = Any
 
 
 def host_slots(swap_space: float, block_bytes: int) -> int:
-    """Number of blocks that fit into `swap_space` GiB of host memory.
-
-    Raises ModelLoadError if the machine has less memory, or if not one block fits.
-    """
+    """Number of blocks in `swap_space` GiB of host memory. Raises ModelLoadError if it exceeds RAM or fits no block."""
     if not 0 <= swap_space < float("inf"):
         raise ModelLoadError(f"swap_space={swap_space}: must be GiB of host memory, at least 0")
     if not swap_space:
@@ -61,18 +57,18 @@ def host_slots(swap_space: float, block_bytes: int) -> int:
 
 
 class BlockMover:
-    """Runs the moves, and holds the blocks of the host tier."""
+    """Runs block moves, and stores the blocks of the host tier."""
 
     def __init__(
         self, state: DeviceState, placement: Placement, *, host_slots: int, handover: bool = False,
         store: ProgramStore | None = None,
     ):  # fmt: skip
-        """Compile the programs for a state of these shapes.
+        """Compile the programs for states of these shapes.
 
-        host_slots: 0 = no host tier. handover: `read` and `write` are called. store: see `compile_program`.
+        host_slots: 0 = no host tier. handover: `read` and `write` are needed. store: see `compile_program`.
         """
         self._placement = placement
-        # KV heads are axis 2 of a page array, and of a block of all page arrays
+        # axis 2 is the KV heads, of a page array and of a `HostBlock`
         self._block_sharding = placement.of_pages(latent=state.page_v_dim is not None)
         self._host_sharding = _pinned(self._block_sharding)
         self._host: dict[int, HostBlock] = {}  # by host slot
@@ -93,7 +89,7 @@ class BlockMover:
             self._block = blocks[0]
 
     def run(self, state: DeviceState, moves: np.ndarray) -> DeviceState:
-        """Run moves (int32[M, 3]: BlockMove, from, to) in order. `state` is donated."""
+        """Run moves in order: int32[M, 3] of (BlockMove, from, to). Donates `state`."""
         for kind, run in _runs(moves.tolist()):
             match kind:
                 case BlockMove.COPY:
@@ -112,7 +108,7 @@ class BlockMover:
         return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._block))
 
     def read(self, state: DeviceState, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
-        """The arrays of blocks, in host memory. Waits for the device."""
+        """Download the arrays of blocks. Waits for the device."""
         found = []
         for part in _parts(list(zip(blocks, blocks, strict=True)), HOST_BUCKET):
             found += [tuple(map(np.asarray, jax.tree.leaves(block))) for block in self._taken(state, part)]
@@ -121,7 +117,7 @@ class BlockMover:
     def write(
         self, state: DeviceState, blocks: Sequence[int], contents: Sequence[tuple[np.ndarray, ...]]
     ) -> DeviceState:
-        """Write arrays of `read` into blocks. `state` is donated."""
+        """Write arrays from `read` into blocks. Donates `state`."""
         structure = jax.tree.structure(self._block)
         trees = [jax.tree.unflatten(structure, arrays) for arrays in contents]
         for part in _parts(list(zip(blocks, trees, strict=True)), HOST_BUCKET):
@@ -131,7 +127,7 @@ class BlockMover:
     def measure(
         self, state: DeviceState, block_bytes: int, step: Callable[[DeviceState], DeviceState], num_tokens: int
     ) -> tuple[DeviceState, TransferCosts]:
-        """Measure the time to move a block, and to compute a token. step: computes `num_tokens` tokens."""
+        """Measure the time to move a block and to compute a token. step: computes `num_tokens` tokens."""
 
         def seconds(work: Callable[[DeviceState], DeviceState]) -> tuple[DeviceState, float]:
             nonlocal state
@@ -176,7 +172,7 @@ class BlockMover:
             self._host[slot] = jax.tree.map(self._to_host_memory, block)
 
     def _taken(self, state: DeviceState, part: Sequence[tuple[int, Any]]) -> Sequence[HostBlock]:
-        """Copies of at most HOST_BUCKET blocks, on the device. part: begins each entry with the block."""
+        """Copies of at most HOST_BUCKET blocks, on the device. part: (block, anything) entries."""
         index = np.zeros(HOST_BUCKET, np.int32)
         index[: len(part)] = [block for block, _ in part]
         return self._take(state.pages, self._placement.put(index))[: len(part)]
@@ -184,7 +180,7 @@ class BlockMover:
     def _to_host_memory(self, array: jax.Array) -> jax.Array | np.ndarray:
         if self._host_sharding is not None:
             return jax.device_put(array, self._host_sharding)
-        return np.asarray(array) if self._placement.mesh is None else array  # on CPU it is in host memory
+        return np.asarray(array) if self._placement.mesh is None else array  # a mesh of CPU devices
 
     def _to_device(self, state: DeviceState, part: Sequence[tuple[int, int]]) -> DeviceState:
         return self._write(state, [(block, self._host[slot]) for slot, block in part])
@@ -198,7 +194,7 @@ class BlockMover:
 
 
 def _pinned(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """Pinned host memory of the devices; None if the back end has none."""
+    """The sharding in pinned host memory; None if the backend has none."""
     if sharding is None:
         return None
     device = next(iter(sharding.addressable_devices), None)
@@ -211,9 +207,9 @@ def _copy(state: DeviceState, from_to: Int[Array, "copies 2"]) -> DeviceState:
 
 
 def _take(pages: tuple[KVPages, ...], blocks: Int[Array, " blocks"]) -> tuple[HostBlock, ...]:
-    """Each block as a tree of its own, stacked over the page arrays. int8 pages have their scales with them."""
+    """One `HostBlock` per block. Blocks of int8 pages include their scales."""
     taken = [each.take_blocks(blocks) for each in pages]
-    if pages[0].dtype == FP8:  # static scales belong to no block
+    if pages[0].dtype == FP8:  # static scales are not per block
         taken = [dataclasses.replace(each, scales=None) for each in taken]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays, axis=1), *taken)
     return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(blocks)))
@@ -228,9 +224,9 @@ def _put(state: DeviceState, blocks: Int[Array, " blocks"], contents: tuple[Host
 
 
 def _runs(moves: Sequence[Sequence[int]]) -> Iterator[tuple[BlockMove, list[tuple[int, int]]]]:
-    """Split moves, in order, into runs that one program may do at once.
+    """Split moves, in order, into runs that can execute in parallel: of one kind, without a dependency.
 
-    All moves of a run are of one kind, and none reads or writes a block that an earlier move of the run wrote.
+    No move of a run writes a target, and no copy reads a source, that an earlier move of the run wrote.
     """
     run: list[tuple[int, int]] = []
     written: set[int] = set()

@@ -1,12 +1,12 @@
-"""Context parallelism: the tokens of a step that computes prompts are spread over devices.
+"""Context parallelism: the devices share the tokens of a step that computes prompts.
 
-1. Each device takes its part of the step's tokens (`own_part`) and runs all layers on it.
+1. Each device runs all layers on its part of the step's tokens (`own_part`).
 2. In each layer the devices exchange the keys and values of their tokens (`all_keys_and_values`). So every device has
    the whole KV cache, and its tokens attend to all tokens before them.
-3. After the last layer, the devices exchange hidden states (`all_tokens`): the output programs read any of them.
+3. After the last layer the devices exchange hidden states (`all_tokens`), because output programs may read any of them.
 
-A layer sends the keys and values of its tokens, where tensor parallelism sends hidden states twice. For Llama 3.1 8B
-these are 2 x 1,024 numbers a token in place of 2 x 4,096 (and an all-reduce sends each about twice).
+Per layer and token of Llama 3.1 8B, the exchange of keys and values sends 2 x 1,024 numbers. Tensor parallelism reduces
+hidden states twice, 2 x 4,096 numbers, and an all-reduce sends each about twice.
 """
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jpaged.runtime.step.batch import Batch, KVGroupRows
 
 
 def own_part(batch: Batch, count: int) -> Batch:
-    """This device's part of a batch: tokens in order, 1 / count of them. The slots stay those of all tokens."""
+    """This device's 1 / count of a batch's tokens, in order. `slots` still has all tokens."""
     size = batch.token_ids.shape[0] // count
     first = lax.axis_index(CONTEXT) * size
 
@@ -37,7 +37,7 @@ def own_part(batch: Batch, count: int) -> Batch:
 
 
 def own_tokens(array: Shaped[Array, "tokens *rest"], count: int) -> Shaped[Array, "part *rest"]:
-    """This device's part of an array of all tokens."""
+    """This device's part of an array of all tokens, of count equal parts."""
     size = array.shape[0] // count
     return lax.dynamic_slice_in_dim(array, lax.axis_index(CONTEXT) * size, size)
 
@@ -50,7 +50,7 @@ def all_tokens(part: Float[Array, "part *rest"]) -> Float[Array, "tokens *rest"]
 def all_keys_and_values(
     k: Float[Array, "part kv_heads head_dim"], v: Float[Array, "part kv_heads head_dim"] | None
 ) -> tuple[Float[Array, "tokens kv_heads head_dim"], Float[Array, "tokens kv_heads head_dim"] | None]:
-    """Keys and values of the tokens of all devices, in one exchange. v: None with latent attention."""
+    """Keys and values of all devices' tokens, in one exchange. v: None with latent attention."""
     if v is None:
         return all_tokens(k), None
     k, v = jnp.split(all_tokens(jnp.concatenate([k, v], axis=-1)), 2, axis=-1)

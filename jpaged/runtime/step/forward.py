@@ -1,15 +1,15 @@
-"""The forward pass of a step: from the packed plan to one hidden state per token. `output_programs` has the rest.
+"""The forward pass of a step: from the packed plan to one hidden state per token. Then `output_programs` runs.
 
-Called by: `compile/blueprint.py`, which compiles it for each shape; `ModelRunner.dispatch` and `FrontStages` run it.
-Owns: the order of a step on the device.
+Called by: `compile/blueprint.py`, to compile it for each shape; `ModelRunner.dispatch` and `FrontStages`, to run it.
+Owns: the order of work in a forward program.
 Never: samples, or branches on the values of an array.
 
-1. Unpack: block-table changes, restarted rows and forks go into the request table.
+1. Unpack the plan: set started rows in the request table, and change block tables.
 2. Build ids, positions, KV slots and lengths from the table (`batch`).
-3. Forward: the decoder over all tokens, writing keys and values into the pages and attending through block tables.
-   Each token's hidden state stays in `DeviceState.hidden`, where the output programs read it.
+3. Run the decoder over all tokens: it writes keys and values into the pages, and attends through block tables. Each
+   token's hidden state stays in `DeviceState.hidden` for the output programs.
 
-`state` is donated: pages and table are updated in place.
+`state` is donated, so pages and table are updated in place.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """The decoder's `attend` for serving: writes keys and values into the pages, attends through block tables."""
+    """The decoder's `attend` for serving: writes keys and values into the pages, and attends through block tables."""
 
     max_query_len: int
     implementation: str
     shards: Shards = WHOLE
-    token_parts: int = 1  # devices that the tokens are spread over; `slots` are those of all tokens
+    token_parts: int = 1  # devices that share the tokens; `slots` has the tokens of all devices
 
     def __call__(
         self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions,
@@ -94,11 +94,10 @@ def forward(
 ) -> tuple[DeviceState, Int[Array, "..."] | Float[Array, "tokens hidden"]]:
     """Run the decoder over one plan, or the layers of one pipeline stage. Donate `state`.
 
-    hidden: from the stage before; None in the first stage.
-    Returns the state with the new KV, lengths and hidden states (before the final norm), and the number of tokens. The
-    host waits for that number in steps that sample nothing. If devices have different experts, it is an array with two
-    numbers. The second is the pairs of a token and an expert on each layer's busiest device, summed over layers. A
-    stage that is not the last returns its hidden states in their place.
+    hidden: from the stage before; None in the first stage. Returns (state, result). The state has the new KV, lengths
+    and hidden states, before the final norm. The result of a stage before the last is its hidden states. Else it is
+    int32 num_tokens: the host waits for it in steps that sample nothing. If devices have different experts it is
+    int32[2], (num_tokens, pairs): (token, expert) pairs on each layer's busiest device, summed over layers.
     """
     state, batch = build_batch(state, packed, shape)
     output_rows = packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
@@ -129,7 +128,7 @@ def forward(
     if spec.experts is None or not choices or not shards.splits_experts:
         return state, num_tokens
     pairs = pairs_of_devices(choices, spec.experts.num, shards)
-    if count > 1:  # of the tokens of all devices that have the same experts
+    if count > 1:  # sum over devices that have the same experts but other tokens
         pairs = lax.psum(pairs, CONTEXT)
     return state, jnp.stack([num_tokens, pairs.max(1).sum()])
 
@@ -137,7 +136,7 @@ def forward(
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
     """Set one row's block tables. packed: the row, then the block of every column. Donate `state`.
 
-    For changes that do not fit into the packed plan: a prefix hit or a resume of a long request.
+    For long block tables that do not fit into the packed plan: a prefix hit or a resumed request.
     """
     return state.replace(blocks=state.blocks.at[packed[0]].set(packed[1:], mode="drop"))
 
@@ -146,7 +145,7 @@ def forward_of_arrays(
     weights: tuple[Array, ...], arrays: StateArrays, packed: Int[Array, " packed"],
     hidden: Float[Array, "tokens hidden"] | None = None, *, weight_tree: Any, page_v_dim: int | None, **options: Any,
 ) -> tuple[StateArrays, Array]:  # fmt: skip
-    """`forward` as it is compiled: weights and state are plain tuples. See `run_forward`."""
+    """`forward` with weights and state as plain tuples, as it is compiled. See `run_forward`."""
     params, no_extras = jax.tree.unflatten(weight_tree, weights), cast(SamplingState, None)
     state = DeviceState(*arrays, sampling=no_extras, page_v_dim=page_v_dim)
     state, result = forward(params, state, packed, hidden, **options)
@@ -154,12 +153,12 @@ def forward_of_arrays(
 
 
 def state_arrays(state: DeviceState) -> StateArrays:
-    """The arrays that a forward program takes and returns. Without the extras of sampling: they are not used."""
+    """The arrays of a state that a forward program takes and returns: all but the unused sampling extras."""
     return state.page_arrays, state.table, state.blocks, state.hidden, state.output_rows
 
 
 def flat_weights(params: Params) -> tuple[jax.Array, ...]:
-    """The weights as a forward program takes them."""
+    """The weights as a flat tuple, the argument of forward programs."""
     return tuple(jax.tree.leaves(params))
 
 
@@ -167,12 +166,10 @@ def run_forward(
     run: Callable[..., Any], weights: tuple[jax.Array, ...], state: DeviceState, packed: np.ndarray | jax.Array,
     *hidden: jax.Array,
 ) -> tuple[DeviceState, jax.Array]:  # fmt: skip
-    """Run a program of `compile_forward` on a state, which is donated. weights: of `flat_weights`.
+    """Run a program of `compile_forward`. Donates `state`. weights: from `flat_weights`. Returns as `forward`.
 
-    hidden: nothing in the first pipeline stage, one array in others. Returns as `forward`.
-
-    A call flattens its arguments and builds the tree of its results, every time. Plain tuples make a call with 169
-    arrays 38 us faster than dicts of weights and a `DeviceState`: 141 in place of 179 us.
+    hidden: nothing in the first pipeline stage, one array in others. Every call flattens its arguments and builds the
+    tree of its results. A call with 169 arrays takes 141 us with plain tuples, 179 us with dicts and a `DeviceState`.
     """
     arrays, result = run(weights, state_arrays(state), packed, *hidden)
     return DeviceState(*arrays, sampling=state.sampling, page_v_dim=state.page_v_dim), result

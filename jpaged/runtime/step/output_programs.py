@@ -1,17 +1,17 @@
-"""The programs that follow the forward pass: sample, score and pool. `forward` has the forward pass.
+"""The programs that run after the forward pass: `sample`, `score` and `pool`.
 
-Called by: `ModelRunner.dispatch` after the forward pass, or `ModelRunner.sample` when masks are late.
-Owns: the step from hidden states to tokens, log-probabilities or vectors.
+Called by: `ModelRunner.dispatch` after the forward pass, or `ModelRunner.sample` if the plan waits for masks.
+Owns: the way from hidden states to tokens, log-probabilities or vectors.
 Never: runs a layer. Logits of a whole row leave the device only if a request asks for all of them.
 
-They read hidden states that the forward pass left in `DeviceState.hidden`, and apply the lm_head to selected tokens:
+They apply the lm_head to selected hidden states of `DeviceState.hidden`:
 - `sample` draws one token for each row and writes it into the request table, where the next decode reads it;
 - `score` returns log-probabilities of known tokens, for prompt log-probabilities;
 - `pool` returns one vector for each row: the normed hidden state of its last token, or a classifier's scores.
 
-They are programs of their own because a forward program takes seconds to compile and they take little: each is compiled
-once per shape, not once per pair of shapes. A step that only computes chunks of prompts needs none of them. While the
-forward pass runs, the host computes the masks of rows whose grammar depends on the token before.
+They are separate programs because a forward program takes seconds to compile: one per shape is enough, not one per pair
+of shapes. A step that only computes chunks of prompts runs none. While the forward pass runs, the host computes masks
+of grammars that depend on the token before.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jpaged.runtime.sampling.sampler import Sampled, SamplerOptions, describe_to
 from jpaged.runtime.state import DeviceState, Field, SamplingState
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 
-# Leaves of the parameter tree that the lm_head reads.
+# Leaves of the parameter tree that the lm_head may read.
 LM_HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
 
 
@@ -79,15 +79,15 @@ def lm_head_params(spec: DecoderSpec, params: Params) -> Params:
 
 
 def uses_extras(shape: OutputShape) -> bool:
-    """Whether a program reads the extras of sampling. Others get None: fewer arguments make a call faster."""
+    """True if a program reads the extras of sampling. Others get None: fewer arguments make a call faster."""
     return isinstance(shape, SampleShape) and shape.variant is SamplerVariant.FULL
 
 
-# The three functions take the same arguments and return (table, sampling, result), so that the runner calls every
-# program alike. params: of `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see
-# `uses_extras`. The last argument is int32[2, N]; its second line is the indices of the tokens whose hidden states are
-# read. For `sample` and `pool` it is `DeviceState.output_rows`, which the forward program has written: the host uploads
-# nothing. The first `num_rows` are used. `table` and `sampling` are donated.
+# The three functions have the same arguments and return (table, sampling, result), so the runner calls all alike.
+# params: from `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see `uses_extras`.
+# The last argument is int32[2, N]; its second line indexes `hidden`. For `sample` and `pool` it is
+# `DeviceState.output_rows`, which the forward program wrote, so the host uploads nothing; `num_rows` columns are used.
+# `table` and `sampling` are donated.
 
 
 def sample(
@@ -105,7 +105,7 @@ def sample(
     options: SamplerOptions,
     shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Int[Array, "rows columns"]]:
-    """Sample one token for each row. Padding gets a token that is written nowhere. Returns `Sampled.packed`."""
+    """Sample one token for each row. Returns `Sampled.packed`. Tokens of padding rows are not written to the table."""
     rows, last_token = output_rows[:, :num_rows]
     logits = _lm_head(spec, params, hidden, last_token, layout, shards)
     rows = jnp.where(rows < 0, table.shape[0], rows)  # a negative index would count from the end
@@ -142,7 +142,7 @@ def score(
     options: SamplerOptions,
     shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Int[Array, "scored columns"]]:
-    """Log-probabilities of known tokens, whose ids are in the first line of `scored`. Returns `Sampled.packed`."""
+    """Log-probabilities of known tokens. scored: (ids, indices in `hidden`). Returns `Sampled.packed`."""
     logits = _lm_head(spec, params, hidden, scored[1], layout, shards)
     describe = functools.partial(describe_tokens, options=options)
     if shards.count == 1:
@@ -164,7 +164,7 @@ def pool(
     layout: WeightLayout,
     shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Float[Array, "rows output"]]:
-    """One vector for each row, of a model that pools. Padding gets a vector, too."""
+    """One vector for each row, including padding."""
     return table, sampling, _lm_head(spec, params, hidden, output_rows[1, :num_rows], layout, shards)
 
 
@@ -205,7 +205,7 @@ def compile_output(
     sampling = state.sampling if uses_extras(shape) else None
     arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, rows)
     if options.processors:
-        store = None  # a stored program is found by jpaged's own sources, and these functions are the caller's
+        store = None  # a stored program's key covers jpaged's sources, but not the caller's functions
     run = placement.on_each_device(call, arguments, None)
     return compile_program(
         run, arguments, donate=(2, 3), store=store, compiler_options=placement.compiler_options

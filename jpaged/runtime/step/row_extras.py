@@ -1,4 +1,4 @@
-"""Uploads the extras of rows: all of them when a row starts, and its mask whenever it changes."""
+"""Uploads the extras of rows: all extras when a row starts, and its mask whenever the mask changes."""
 
 import functools
 from collections.abc import Sequence
@@ -18,15 +18,14 @@ MASKS_AT_ONCE = 8
 
 
 class ExtrasUploader:
-    """Two programs: one sets all extras of a row, one sets masks of up to MASKS_AT_ONCE rows. Both work in place."""
+    """Two programs: one sets all extras of a row, one sets masks of up to MASKS_AT_ONCE rows. Both update in place."""
 
     def __init__(
         self, state: DeviceState, max_model_len: int, placement: Placement, store: ProgramStore | None = None
     ):
-        """Compile the programs.
+        """Compile the programs. state: arrays or ShapeDtypeStructs. store: see `compile_program`.
 
-        state: arrays or ShapeDtypeStructs. max_model_len: most tokens that penalties count. store: see
-        `compile_program`.
+        max_model_len: maximum tokens that penalties count.
         """
         self._placement = placement
         self._max_tokens = max_model_len
@@ -45,7 +44,7 @@ class ExtrasUploader:
         self._set_masks = compiled(functools.partial(_set_masks), rows, masks)
 
     def start(self, state: DeviceState, init: RowInit) -> DeviceState:
-        """Set all extras of a row that starts. `state` is donated."""
+        """Set all extras of a row that starts. Donates the extras of `state`."""
         extras = init.extras or RowExtras()
         tokens = np.full(self._max_tokens, self._padding, np.int32)
         bias_ids = np.full(MAX_LOGIT_BIAS, self._padding, np.int32)
@@ -66,7 +65,7 @@ class ExtrasUploader:
         return state.replace(sampling=self._start(state.sampling, packed))
 
     def set_masks(self, state: DeviceState, masks: Sequence[RowMask]) -> DeviceState:
-        """Set masks of rows. `state` is donated."""
+        """Set masks of rows. Donates the extras of `state`."""
         sampling: SamplingState = state.sampling
         for first in range(0, len(masks), MASKS_AT_ONCE):
             part = masks[first : first + MASKS_AT_ONCE]

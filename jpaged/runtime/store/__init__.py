@@ -1,1 +1,1 @@
-"""Programs on disk: as StableHLO, and compiled."""
+"""Programs on disk: StableHLO, and compiled programs."""

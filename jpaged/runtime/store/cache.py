@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk between starts, and a counter of programs compiled after ready."""
+"""The disk cache of compiled programs, and counters of cache hits and of programs compiled after ready."""
 
 import contextlib
 import logging
@@ -24,20 +24,17 @@ _lock = threading.Lock()
 
 
 def default_folder() -> pathlib.Path:
-    """Default folder of compiled programs: in the platform's cache folder."""
+    """Default folder of compiled programs, inside the platform's cache folder."""
     return pathlib.Path(platformdirs.user_cache_dir("jpaged")) / "programs"
 
 
 @contextlib.contextmanager
 def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
-    """Keep every program compiled inside on disk, however short its compile was. Restores JAX's settings on exit.
+    """Keep every program compiled inside on disk, even if compiling was fast. Replaces damaged files.
 
-    A damaged file is replaced.
-
-    folder: None = the folder that JAX's own setting names, else `default_folder()`.
-    Yields the folder in use. Yields None, and logs a warning, if the default folder cannot be written: then nothing is
-    kept. Raises ModelLoadError if the caller's folder cannot be written.
-    The settings belong to the process, so engines must start one after another.
+    folder: None = the folder of JAX's own setting, else `default_folder()`. Yields the folder in use. If the default
+    folder cannot be written, logs a warning, yields None and keeps nothing. Raises ModelLoadError if the caller's
+    folder cannot be written. Restores JAX's settings on exit. They are process-wide: start engines one after another.
     """
     current = jax.config.jax_compilation_cache_dir
     used = pathlib.Path(folder or current or default_folder())
@@ -64,7 +61,7 @@ def persistent_cache(folder: str | None) -> Iterator[pathlib.Path | None]:
             for name, value in settings.items():
                 jax.config.update(name, value)
             if moved:
-                # JAX reads these settings at its first compile only. Resetting makes it read them again.
+                # JAX reads these settings only at its first compile, and again after a reset.
                 compilation_cache.reset_cache()
             with damaged_programs_replaced():
                 yield used
@@ -90,17 +87,17 @@ jax.monitoring.register_event_listener(_count_hit)  # JAX calls it in the thread
 
 
 def cache_hits() -> int:
-    """Number of programs that this thread has found in JAX's compile cache, without those of `not_a_hit`."""
+    """Number of programs that this thread found in JAX's compile cache, minus calls of `not_a_hit`."""
     return _hits.count
 
 
 def not_a_hit() -> None:
-    """Do not count the last hit: another process compiled that program just now, for this thread."""
+    """Discount the last hit, because another process has just compiled that program for this thread."""
     _hits.count -= 1
 
 
 class CacheCounter:
-    """Counts the programs that this process found in JAX's compile cache, and those that it did not find."""
+    """Counts this process's hits and misses in JAX's compile cache."""
 
     def __init__(self) -> None:
         self.hits = self.misses = 0
@@ -117,7 +114,7 @@ class CacheCounter:
 
 
 class CompileCounter:
-    """Counts the programs that this thread compiles inside `watching()`. During a step there should be none."""
+    """Counts programs that a thread compiles inside its own `watching()`. A step should compile none."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -126,7 +123,7 @@ class CompileCounter:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Count this thread's compiles inside the context. Compiles of other threads are not the engine's."""
+        """Count this thread's compiles inside the context. Compiles in other threads are not part of a step."""
         self._here.active = True
         try:
             yield

@@ -1,12 +1,11 @@
-"""Programs as StableHLO on disk: a start that finds one neither traces nor lowers the model.
+"""Programs as StableHLO on disk, so that later starts need not trace and lower the model.
 
-The key of a stored program is known before tracing. `compile_program` compiles the stored module in every case, also
-at the start that makes it. So the key in XLA's compile cache is the same at the next start, and nothing is compiled.
+The key of a stored program is known before tracing. Even the start that stores a program compiles the stored module.
+So the next start has the same key in XLA's compile cache, and compiles nothing. For the demo model on CPU, tracing and
+lowering take 1.5 s of CPU time, reading and lowering stored programs 0.3 s.
 
-For the demo model on CPU, tracing and lowering take 1.5 s of CPU time, reading and lowering stored programs 0.3 s.
-
-Only programs for CPU are stored. Kernels for GPU and TPU are custom calls whose stored form JAX does not promise to
-accept later, and deviceless compiling has no device to load for.
+Only programs for CPU are stored. Kernels for GPU and TPU are custom calls: JAX does not promise to accept their stored
+form later. Deviceless compiling has no device to load programs for.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 _WITHOUT = "every start traces the programs again"
 _KEEP_DAYS = 30
 _VERSIONS = ("jax", "jaxlib", "numpy", "ml_dtypes")
-# Settings of JAX that do not change a traced program: where it runs and is cached, and what is logged.
+# Parts of the names of JAX's settings that do not change a traced program: devices, caches and logs.
 _NOT_TRACED = ("device", "platform", "cache", "log", "dump", "dir", "traceback", "profile", "distributed")
 
 
@@ -50,7 +49,7 @@ class Elsewhere(Protocol):
     """Another process that compiles stored programs."""
 
     def compile(self, path: pathlib.Path, donate: Sequence[int]) -> None:
-        """Compile a stored program, so that XLA's compile cache has it. May fail silently."""
+        """Compile a stored program into XLA's compile cache. May fail silently."""
         ...
 
 
@@ -59,14 +58,14 @@ class ProgramStore:
     """A private folder of exported programs."""
 
     folder: pathlib.Path
-    key: str                  # of everything that all programs of an engine depend on
-    kernels: tuple[tuple[str, str], ...]  # native kernels that a program may call: module, and name for XLA
-    # Compiles the programs that XLA's compile cache lacks. None: the calling thread does.
+    key: str                  # digest of sources, versions, settings and native kernels
+    kernels: tuple[tuple[str, str], ...]  # (module, XLA name) of native kernels that a program may call
+    # Compiles programs that are not in XLA's compile cache. None: the calling thread compiles them.
     elsewhere: Elsewhere | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def open(cls, cache_folder: pathlib.Path | None, platform: str, kernels: Sequence[str]) -> Self | None:
-        """The store next to XLA's compile cache. None: programs of this platform are not stored, or have no folder.
+        """The store next to XLA's compile cache. None: not on CPU, or no private folder can be written.
 
         kernels: modules of the native kernels that programs may call; see `kernels_of_model`.
         """
@@ -91,8 +90,8 @@ class ProgramStore:
     def load(self, path: pathlib.Path, call: functools.partial[Any], arguments: Any) -> export.Exported:
         """Read a program, or trace, lower and store it.
 
-        Raises ValueError for a custom call that is not one of `kernels`, and for a type of tree that is not one of
-        `_TREES`. Raises NotImplementedError for a call of Python.
+        Raises ValueError for a custom call outside `kernels`, and for a pytree type that is not registered here.
+        Raises NotImplementedError for a Python callback.
         """
         stored = read_file(path)
         if stored is not None:
@@ -107,7 +106,7 @@ class ProgramStore:
         """Compile the stored program. Raises ValueError and NotImplementedError as `load`."""
         path = self.path(call, arguments)
         exported = self.load(path, call, arguments)
-        # An empty file says that the program was compiled, with the same flags of XLA.
+        # This empty file marks that the program was compiled with these XLA flags.
         compiled = path.with_name(f"{path.name}.{_digest(os.environ.get('XLA_FLAGS'))[:8]}.compiled")
         if self.elsewhere is None:
             program = compile_exported(exported, arguments, donate)
@@ -130,9 +129,9 @@ def _touch(path: pathlib.Path) -> None:
 
 
 def _remove_old(folder: pathlib.Path) -> None:
-    """Remove programs that nothing has used for a while: each version and each option of an engine has its own."""
+    """Remove programs not used for `_KEEP_DAYS`: each version and each set of options stores its own."""
     oldest = time.time() - _KEEP_DAYS * 86_400
-    with contextlib.suppress(OSError):  # of another process that removes them, too
+    with contextlib.suppress(OSError):  # another process may remove them, too
         for path in folder.iterdir():
             if path.stat().st_mtime < oldest:
                 path.unlink()
@@ -159,13 +158,12 @@ def compile_program(
 ) -> jax.stages.Compiled:
     """Compile `call(*arguments)`. Every argument is kept, used or not.
 
-    call:          a function with keywords that are plain values: a stored program is found by their text.
+    call:          with a store: a partial whose keywords are plain values. Their text is part of the store's key.
     arguments:     trees of arrays or ShapeDtypeStructs.
-    donate:        indices of arguments whose memory the results take over.
-    out_shardings: placement of the results, as for `jax.jit`. Stored programs have none: their results are where the
-        arguments are.
+    donate:        indices of donated arguments.
+    out_shardings: as in `jax.jit`. Ignored for stored programs: their results are where the arguments are.
     store:         None = trace the function.
-    compiler_options: of XLA. Stored programs have none.
+    compiler_options: of XLA. Ignored for stored programs.
     """
     one_device = isinstance(call, functools.partial)  # else `call` is of `Placement.on_each_device`
     if store is not None and one_device:
@@ -179,7 +177,7 @@ def compile_program(
 
 
 def _register_trees() -> None:
-    """Tell `jax.export` how to write the types of trees that programs take and return."""
+    """Register the pytree types of arguments and results with `jax.export`, which serializes them."""
     for kind in _TREES:
         export.register_pytree_node_serialization(
             kind,
@@ -217,7 +215,7 @@ def _digest(*parts: Any) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """SHA-256 over the Python files that a traced program can depend on."""
+    """SHA-256 of the Python files that a traced program can depend on."""
     package = pathlib.Path(__file__).parents[2]
     files = [*package.glob("*.py")]
     for name in ("runtime", "engine", "params"):
@@ -236,7 +234,7 @@ def _versions() -> list[str]:
 
 
 def _settings() -> list[tuple[str, str]]:
-    """JAX's settings in this thread, as they change what is traced."""
-    everywhere = jax.config.values  # an attribute has the value of this thread; a few settings have no attribute
+    """JAX's settings in this thread that change traced programs."""
+    everywhere = jax.config.values  # attributes have this thread's values; a few settings have none
     names = sorted(name for name in everywhere if not any(part in name for part in _NOT_TRACED))
     return [(name, str(getattr(jax.config, name, everywhere[name]))) for name in names]
