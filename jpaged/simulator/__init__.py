@@ -1,1 +1,1 @@
-"""The simulator: the engine's own scheduler and KV manager with a simulated clock and a cost model. Imports no jax."""
+"""Simulates the engine: its real scheduler and KV manager, a simulated clock and a cost model. Imports no jax."""

@@ -1,4 +1,4 @@
-"""CostModel: the seconds of a step as a linear function of its load, fitted to measured steps and stored as JSON.
+"""CostModel: seconds of a step as a linear function of its load. Fitted to measured steps, and stored as JSON.
 
     seconds = fixed + per_token * tokens + per_row * rows + per_kv_token * kv_tokens
             + per_prompt_pair * prompt_pairs + per_moved_block * moved_blocks
@@ -27,7 +27,7 @@ SHIPPED = pathlib.Path(__file__).parent / "cost_models"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step that was timed on a device: its load, and the median seconds of its repeats."""
+    """A step timed on a device: its load, and the median seconds of its repeats."""
 
     load: StepLoad
     seconds: float
@@ -37,16 +37,15 @@ class MeasuredStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduces:
-    """The all-reduces of a step of a model that is split over several devices. Those of sampling are small: not here.
-    """
+    """The all-reduces of a step of a model split over several devices. Sampling's small ones are not included."""
 
     num_devices: int
-    count: int         # two a layer, and one for the embedding
-    hidden_bytes: int  # size of a token's hidden state; an all-reduce adds one for each token of the step
+    count: int         # two per layer, and one for the embedding
+    hidden_bytes: int  # bytes of a token's hidden state; an all-reduce has one for each token of the step
     link: Link
 
     def seconds(self, load: StepLoad) -> float:
-        """Return the seconds of all of them. Nothing is assumed to run at the same time."""
+        """Return the seconds of all of them, without overlap."""
         return self.count * all_reduce_seconds(load.tokens * self.hidden_bytes, self.num_devices, self.link)
 
 
@@ -60,10 +59,10 @@ class CostModel:
     per_kv_token: float = 0.0
     per_prompt_pair: float = 0.0
     per_moved_block: float = 0.0
-    origin: str = "given by hand, not measured"  # source of the coefficients, printed with results
+    origin: str = "given by hand, not measured"  # source of the coefficients; printed with results
     engine: EngineShape | None = None            # the measured engine
     largest: StepLoad | None = None              # largest measured value of each feature
-    all_reduces: AllReduces | None = None        # between devices; None: one device, or measured with them
+    all_reduces: AllReduces | None = None        # None: one device, or included in the measured coefficients
 
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:
@@ -74,7 +73,7 @@ class CostModel:
             raise RequestError("cost_model", self.origin, "all coefficients are 0: a step would take no time")
 
     def seconds(self, load: StepLoad) -> float:
-        """Return the seconds of a step with this load, with its all-reduces."""
+        """Return the seconds of a step with this load, including all-reduces."""
         return (
             self.seconds_between_devices(load)
             + self.fixed
@@ -86,14 +85,13 @@ class CostModel:
         )
 
     def seconds_between_devices(self, load: StepLoad) -> float:
-        """Return the seconds of the all-reduces of a step; 0 if the model does not know them."""
+        """Return the seconds of a step's all-reduces; 0 without `all_reduces`."""
         return 0.0 if self.all_reduces is None else self.all_reduces.seconds(load)
 
     def split(self, all_reduces: AllReduces) -> "CostModel":
-        """Return a prediction for several devices: the seconds of one device divided by their number, and all-reduces.
+        """Return a prediction for N devices: the seconds of one device divided by N, plus all-reduces.
 
-        Weights and KV are split. Work that is not split (of the host, starts of kernels, norms) is in the coefficients
-        too, so the prediction is a lower bound.
+        It is a lower bound, because the coefficients also contain work that is not split: host, kernel starts, norms.
         """
         count = all_reduces.num_devices
         return dataclasses.replace(
@@ -104,9 +102,9 @@ class CostModel:
         )
 
     def goes_beyond(self, load: StepLoad) -> bool:
-        """Return True if the load is larger than every measured one, so that its seconds are an extrapolation.
+        """Return True if a feature of the load is larger than in every measured step: its seconds are extrapolated.
 
-        Moved blocks are ignored: they are measured separately, and every block takes the same time.
+        Moved blocks are ignored. They are measured separately, and every block takes the same time.
         """
         largest = self.largest
         return largest is not None and (
@@ -120,9 +118,9 @@ class CostModel:
 def fit(steps: Sequence[MeasuredStep], *, origin: str, engine: EngineShape) -> CostModel:
     """Fit a model to measured steps: least squares of the relative errors, without negative coefficients.
 
-    Every subset of coefficients is fitted with the others at 0. The best fit without a negative coefficient wins. Six
-    coefficients make 63 small least-squares problems, and the result is exact. A feature that is 0 in all steps (such
-    as moved blocks) gets the coefficient 0.
+    Fits every subset of coefficients with the others at 0, and returns the best fit without a negative coefficient. The
+    result is exact, from 63 small least-squares problems for six coefficients. A feature that is 0 in all steps, like
+    moved blocks, gets the coefficient 0. Raises RequestError if there are too few steps.
     """
     loads = np.array([[1.0, *dataclasses.astuple(step.load)] for step in steps])
     seconds = np.array([step.seconds for step in steps])
@@ -131,7 +129,7 @@ def fit(steps: Sequence[MeasuredStep], *, origin: str, engine: EngineShape) -> C
         raise RequestError("steps", len(steps), f"too few to fit {len(present)} coefficients: measure more")
     scale = np.abs(loads).max(axis=0)
     scale[scale == 0] = 1
-    relative = loads / scale / seconds[:, None]  # columns of similar size: tokens are hundreds, pairs are millions
+    relative = loads / scale / seconds[:, None]  # scaled, because tokens are hundreds and pairs are millions
     best, best_error = np.zeros(loads.shape[1]), math.inf
     for size in range(1, len(present) + 1):
         for chosen in itertools.combinations(present, size):
@@ -152,7 +150,7 @@ def relative_errors(model: CostModel, steps: Sequence[MeasuredStep]) -> list[flo
 
 
 def to_json(model: CostModel, steps: Sequence[MeasuredStep], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON that `read_cost_model` reads: coefficients, engine, measured steps, and `about` (machine...)."""
+    """Return the JSON that `read_cost_model` reads. about: more entries, such as the machine."""
     assert model.engine is not None
     errors = np.abs(relative_errors(model, steps))
     return {
@@ -172,7 +170,7 @@ def read_cost_model(name: str) -> CostModel:
     """Return the model that `--cost-model` names.
 
     name: a shipped model, a file of `jpaged bench steps`, or coefficients by hand ("fixed=0.004,per_token=2e-6").
-    Raises RequestError that names the faulty key of a file.
+    Raises RequestError. For a file it names the faulty key.
     """
     shipped = SHIPPED / f"{name}.json"
     path = shipped if shipped.is_file() else pathlib.Path(name)

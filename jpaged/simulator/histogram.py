@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-LOWEST, HIGHEST = 1e-7, 1e7  # smaller and larger values are counted in the first and the last bucket
-RATIO = 1.01                 # upper edge / lower edge of a bucket: the error of a percentile is at most 0.5%
+LOWEST, HIGHEST = 1e-7, 1e7  # smaller values are in the first bucket, larger values in the last
+RATIO = 1.01                 # upper edge / lower edge of a bucket; a percentile's error is at most 0.5%
 _PER_LOG = 1 / math.log(RATIO)
 _OFFSET = math.log(LOWEST) * _PER_LOG
 _SIZE = math.ceil(math.log(HIGHEST / LOWEST) * _PER_LOG) + 1
@@ -56,7 +56,7 @@ class Histogram:
         raise AssertionError("the buckets hold all values")
 
     def shares_up_to(self) -> tuple[list[float], list[float]]:
-        """Return the distribution function: upper edges of non-empty buckets, and the share of values up to each."""
+        """Return the CDF: (upper edges of non-empty buckets, share of values up to each edge)."""
         edges, shares, seen = [], [], 0
         for index, weight in enumerate(self._buckets):
             if weight:

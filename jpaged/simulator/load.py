@@ -1,7 +1,6 @@
-"""Generates the requests of a simulated load one at a time, so that a million requests need no memory.
+"""Generates the requests of a simulated load one at a time, so that memory does not grow with their number.
 
-A generated load is drawn from a seed: arrival times, lengths, prefixes and priorities. `jpaged.simulator.trace` reads a
-recorded load.
+Arrival times, lengths, prefixes and priorities are random, from a seed. `jpaged.simulator.trace` reads recorded loads.
 """
 
 import dataclasses
@@ -22,16 +21,16 @@ class Arrival:
 
     time: float             # seconds
     prompt_tokens: int      # length of the prompt, including its prefix
-    output_tokens: int      # number of tokens it generates
+    output_tokens: int      # number of tokens that it generates
     prefix_id: int = NO_PREFIX  # requests with the same prefix_id start with the same tokens
     prefix_tokens: int = 0  # length of the prefix
     priority: int = 0
 
 
 class LengthDistribution:
-    """Distribution of numbers of tokens: "256", "uniform:64:448" or "lognormal:MEAN:SPREAD".
+    """Distribution of lengths in tokens, whole numbers of at least 1: "256", "uniform:64:448", "lognormal:MEAN:SPREAD".
 
-    SPREAD is the standard deviation divided by the mean. Drawn values are whole numbers of at least 1.
+    SPREAD is the standard deviation divided by the mean.
     """
 
     FORMS = "N, uniform:LOWEST:HIGHEST or lognormal:MEAN:SPREAD (standard deviation over mean)"
@@ -72,7 +71,7 @@ class LengthDistribution:
 
 
 def parse_priorities(text: str) -> tuple[tuple[int, float], ...]:
-    """Parse a mix of priorities and their shares: "0", or "0:9,5:1" for nine requests of priority 0 to one of 5."""
+    """Parse priorities and their shares: "0", or "0:9,5:1" for nine requests of priority 0 to one of priority 5."""
     shares: dict[int, float] = {}
     for part in text.split(","):
         priority, _, share = part.partition(":")
@@ -85,11 +84,10 @@ def parse_priorities(text: str) -> tuple[tuple[int, float], ...]:
 
 
 class ArrivalTimes:
-    """Process of arrival times: "poisson", "gamma:SPREAD" or "onoff:ON:OFF".
+    """Random arrival times: "poisson", "gamma:SPREAD" or "onoff:ON:OFF".
 
-    gamma: the standard deviation of gaps is SPREAD times their mean.
-    onoff: Poisson arrivals for ON seconds, then none for OFF seconds, repeated.
-    The rate is the average over the whole time, including pauses. With an infinite rate all requests arrive at time 0.
+    gamma: the standard deviation of gaps is SPREAD times their mean. onoff: Poisson arrivals for ON seconds, then none
+    for OFF seconds, repeated. The rate is the average over all time, with pauses. If infinite, all arrive at time 0.
     """
 
     FORMS = "poisson, gamma:SPREAD or onoff:ON_SECONDS:OFF_SECONDS"
@@ -106,7 +104,7 @@ class ArrivalTimes:
         self._kind, self._numbers, self._rate = kind, numbers, rate
 
     def chunks(self, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """Yield arrival times in seconds, float64[CHUNK] at a time, in ascending order, without end."""
+        """Yield arrival times in seconds, float64[CHUNK] at a time, ascending, endlessly."""
         last = 0.0
         while True:
             if math.isinf(self._rate):
@@ -118,7 +116,7 @@ class ArrivalTimes:
             else:
                 busy = self._busy_share()
                 gaps = rng.exponential(busy / self._rate, CHUNK)
-            times = last + np.cumsum(gaps)  # for an on/off load: on a clock that stops during the pauses
+            times = last + np.cumsum(gaps)  # onoff: on a clock that stops during pauses
             last = float(times[-1])
             if self._kind == "onoff":
                 on, off = self._numbers
@@ -131,11 +129,11 @@ class ArrivalTimes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratedLoad:
-    """A randomly drawn load. Equal fields give an equal load, and so does every iteration over it."""
+    """A random load. Equal fields give equal loads, and every iteration gives the same requests."""
 
     num_requests: int
     times: ArrivalTimes
-    prompt_tokens: LengthDistribution    # length of a prompt after its prefix
+    prompt_tokens: LengthDistribution    # length of a prompt without its prefix
     output_tokens: LengthDistribution
     max_model_len: int                   # longer requests are cut to this length
     seed: int = 0

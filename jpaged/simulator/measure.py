@@ -1,11 +1,11 @@
-"""Measures the steps of a real engine with a designed set of loads. A cost model is fitted to the result.
+"""Measures the steps of a real engine with a designed set of loads, to fit a cost model.
 
-The seconds of a step are from the end of the step before to its own end, as seen by the host. That is the longer of
-device time and host time. The first step after a pause is not counted, because no step ends just before it. Nor is the
-first decode after prompts, because its program may not have run for a while.
+On the host, a step lasts from the end of the step before to its own end: the longer of device time and host time. The
+first step after a pause is not counted, because no step ends just before it. Nor is the first decode after prompts,
+because its program may not have run for a while.
 
-Steps with the same load are repeats. So are decodes of one case with the same number of rows, whose loads differ by a
-few tokens. The median over repeats is used.
+The result is the median over repeats: steps with the same load, or decodes of one case with the same number of rows.
+Such decodes differ by a few tokens.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from jpaged.simulator.cost import MeasuredStep
 from jpaged.simulator.step_load import FEATURES, EngineShape, LoadMeter, StepLoad
 
 DECODES = 10            # decode-only steps of each case
-MOST_PROMPT_STEPS = 20  # maximum number of steps for a case's prompts
+MOST_PROMPT_STEPS = 20  # maximum steps for a case's prompts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCase:
-    """Requests that run together: some that decode, and optionally one more prompt, sent while they decode."""
+    """Requests that run together: some decode, and optionally one more prompt is sent while they decode."""
 
     rows: int                # requests that decode
-    context: int             # tokens of the prompt of each of them
+    context: int             # prompt tokens of each of them
     prompt: int = 0          # tokens of the additional prompt; 0: none
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class StepCase:
 
 
 def designed_cases(shape: EngineShape) -> list[StepCase]:
-    """Choose cases that separate the coefficients: rows by contexts, prompts by length, and prompts with decodes."""
+    """Choose cases that separate the coefficients: rows x contexts, prompts by length, prompts with decodes."""
     chunk, rows = shape.max_num_batched_tokens, shape.max_num_seqs
     room = shape.max_model_len - 2 * DECODES
     contexts = sorted({max(1, min(room, length)) for length in (16, chunk // 2, 4 * chunk)})
@@ -50,7 +50,7 @@ def designed_cases(shape: EngineShape) -> list[StepCase]:
     prompts = sorted({max(1, min(room, length)) for length in (chunk // 8, chunk // 4, chunk // 2, chunk, 4 * chunk)})
     cases += [StepCase(1, contexts[0], prompt) for prompt in prompts]
     cases += [StepCase(max(rows // 2, 1), contexts[0], prompt) for prompt in prompts[:3]]
-    # Long contexts take long to compute, and must fit into the pool.
+    # Limits the time of prompts. Contexts must also fit into the pool.
     most = min(MOST_PROMPT_STEPS * chunk, (shape.num_blocks - rows) * shape.block_size // len(shape.windows))
     return [
         case
@@ -60,7 +60,7 @@ def designed_cases(shape: EngineShape) -> list[StepCase]:
 
 
 class StepTimer:
-    """Wraps a runner, and records the load and the seconds of each step."""
+    """Wraps a runner. Records the load and the seconds of each step."""
 
     def __init__(self, runner: Any, shape: EngineShape, clock: Callable[[], float] = time.perf_counter):
         self._runner = runner
@@ -98,10 +98,9 @@ def measure_steps(
 ) -> Iterator[MeasuredStep]:
     """Run every designed case `repeats` times and yield its measured steps.
 
-    The engine must be idle and have no prefix cache, because a prefix hit would leave nothing to measure.
-    Repeats of a case are spread over the whole run, so a slow minute of the machine does not affect only one case.
-    progress: called after each run of a case.
-    Raises RequestError if `repeats` is below 1.
+    The engine must be idle and have no prefix cache, because a prefix hit would leave nothing to measure. Repeats of a
+    case are spread over the whole run, so a slow minute of the machine does not affect only one case. progress: called
+    after each run of a case. Raises RequestError if `repeats` is below 1.
     """
     if repeats < 1:
         raise RequestError("repeats", repeats, "must be at least 1")
@@ -131,7 +130,7 @@ def measure_steps(
 
 
 def _run(engine: Engine, case: StepCase, rng: np.random.Generator, numbers: Iterator[int]) -> None:
-    """Send the requests of a case, and run steps until they end."""
+    """Send the requests of a case, and step until they end."""
     last = DECODES if not case.prompt else 2 * DECODES
 
     def add(length: int, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Draws a run: requests, KV use and tokens over time, and the distributions of latencies. Needs matplotlib.
+"""Plots a run: requests, KV use and tokens over time, and the distributions of latencies. Needs matplotlib.
 
 Imported late: matplotlib, which only pictures need.
 """
@@ -11,7 +11,7 @@ from jpaged.simulator.results import SimulationResult
 
 
 def check_plot(path: pathlib.Path) -> None:
-    """Raise RequestError before a run if its picture cannot be drawn or written."""
+    """Raise RequestError if a picture cannot be drawn or written, before the run."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -28,7 +28,7 @@ def check_plot(path: pathlib.Path) -> None:
 
 
 def draw(result: SimulationResult, path: pathlib.Path, title: str) -> None:
-    """Write the picture. The file name's suffix chooses the format."""
+    """Write the picture in the format of the path's suffix."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 9), layout="constrained")
@@ -66,14 +66,14 @@ def draw(result: SimulationResult, path: pathlib.Path, title: str) -> None:
 
 
 def _distribution(axes: Any, name: str, latency: Any) -> None:
-    """Draw the share of values up to each time."""
+    """Draw the share of values up to each time, in %."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.step(latency.edges, [100 * share for share in latency.shares], where="post", linewidth=1)
     for percent, value in ((50, latency.p50), (90, latency.p90), (99, latency.p99)):
         axes.plot([value], [percent], "o", markersize=3, color="black")
         axes.annotate(f" p{percent} {value:.3g} s", (value, percent), fontsize="x-small", va="top")
-    # Start at the first percentile: a few times are close to 0, and would take most of a logarithmic axis.
+    # Start at the first percentile: a few times near 0 would take most of a logarithmic axis.
     first = next((edge for edge, share in zip(latency.edges, latency.shares, strict=True) if share >= 0.01), 0.0)
     if first > 0:
         axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""Records: statistics of a run, in memory that does not grow with the run."""
+"""Records: statistics of a run, in constant memory."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from jpaged.simulator.timeline import Timeline
 
 
 class Recorded(Protocol):
-    """A simulated request, as the records see it."""
+    """The attributes of a simulated request that records read."""
 
     request_id: str
     arrived: float         # seconds
@@ -29,7 +29,7 @@ class Records:
     timeline: Timeline
     watch: Callable[[str, Recorded, float], None] | None = None  # called with "start" and "finish"; for tests
     first_token: Histogram = dataclasses.field(default_factory=Histogram)  # from arrival
-    inter_token: Histogram = dataclasses.field(default_factory=Histogram)  # from the previous token, seen by the host
+    inter_token: Histogram = dataclasses.field(default_factory=Histogram)  # from the request's previous token
     end_to_end: Histogram = dataclasses.field(default_factory=Histogram)   # from arrival to the last token
     queued: Histogram = dataclasses.field(default_factory=Histogram)       # from arrival to the request's first step
     finished: int = 0
@@ -41,11 +41,11 @@ class Records:
     steps: int = 0
     steps_beyond: int = 0     # steps with a load larger than every measured one
     busy: float = 0.0         # seconds of steps, summed over replicas
-    between_devices: float = 0.0  # seconds of all-reduces in them
+    between_devices: float = 0.0  # seconds of all-reduces, part of `busy`
     end: float = 0.0          # time of the last token
 
     def note_step(self, computed_tokens: int, seconds: float, between_devices: float, *, beyond: bool) -> None:
-        """Record that a step started. between_devices: the part of `seconds` that its all-reduces take."""
+        """Record the start of a step. between_devices: seconds of its all-reduces, part of `seconds`."""
         self.steps += 1
         self.computed_tokens += computed_tokens
         self.busy += seconds
@@ -62,7 +62,7 @@ class Records:
         self, since: float, now: float, *, running: int, waiting: int, kv_use: float, prompt_tokens: int,
         output_tokens: int,
     ) -> None:  # fmt: skip
-        """Record the tokens of a step. The other values describe the replica from `since` to `now`."""
+        """Record a step's tokens. running, waiting and kv_use describe the replica from `since` to `now`."""
         self.sampled_tokens += output_tokens
         self.timeline.add(since, now, running, waiting, kv_use, prompt_tokens, output_tokens)
         self.end = max(self.end, now)

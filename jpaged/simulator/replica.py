@@ -1,18 +1,14 @@
-"""Replica: one simulated engine, with the real scheduler and KV manager. No other module of the simulator calls these.
+"""Replica: one simulated engine, with the real scheduler and KV manager. Only this module of the simulator calls them.
 
 `turn` corresponds to `Engine.step`, with a cost model instead of the device:
 1. The scheduler makes plan N while step N-1 runs.
 2. Step N starts when step N-1 ends. The cost model gives its duration.
 3. The clock moves to the end of step N-1, and its tokens arrive.
-Host time is not added. The host works while the device computes, and a cost model is fitted to measured steps, which
-take the longer of the two times.
+Host time is not added. The host works while the device computes, and the measured steps of a cost model take the longer
+of the two times. A request has one sample and no beams, so there are no forks, and no blocks are copied on the device.
 
-A request has one answer, without further samples or beams. So nothing is forked: no row samples from another request's
-prompt, and no block is copied on the device.
-
-Token ids only have to distinguish blocks. All tokens of a prefix have one id. A request's own prompt tokens, and its
-first generated token, have another id. Block names are chains over tokens, so later tokens may have the same id in all
-requests.
+Token ids only have to distinguish blocks. All tokens of a prefix have one id. A request's own prompt tokens and its
+first generated token have another. Later tokens have the same id in all requests, because block hashes are chained.
 """
 
 import dataclasses
@@ -40,7 +36,7 @@ from jpaged.simulator.step_load import EngineShape, LoadMeter
 # First token id of each kind; all ids are below 2**31.
 LATER_TOKENS, OWN_TOKENS, PREFIX_TOKENS = 0, 1, 2**30
 NO_TIME = -1.0
-_GREEDY = SamplingParams(temperature=0, max_tokens=1)  # the scheduler uses Request.max_total_tokens instead
+_GREEDY = SamplingParams(temperature=0, max_tokens=1)  # the scheduler reads Request.max_total_tokens instead
 _NO_EOS: frozenset[int] = frozenset()
 
 
@@ -48,25 +44,25 @@ _NO_EOS: frozenset[int] = frozenset()
 class SimulatedRequest(Request):
     """A request whose final length is known."""
 
-    final_length: int = 0          # length in tokens, prompt included, at which it ends; at most max_total_tokens
+    final_length: int = 0          # tokens at its end, prompt included; at most max_total_tokens
     token: int = 0                 # id of its own prompt tokens and of its first generated token
     arrived: float = 0.0           # seconds
     ended: bool = False
     last_token_time: float = NO_TIME  # valid while `Replica._last_times` has no row for it
     last_row: int = -1                # row of its last sampled token
-    due: int = -1                     # number of the step after which the replica checks if it has ended
+    due: int = -1                     # number of the step after which `_due_now` checks if it has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StepInFlight:
     step: ScheduledStep
-    rows: np.ndarray  # intp[R], the plan's
+    rows: np.ndarray  # intp[R], the plan's rows
     seconds: float
     end: float
 
 
 class Replica:
-    """An engine of a given shape that serves simulated requests and records statistics."""
+    """A simulated engine that serves simulated requests and records statistics."""
 
     def __init__(
         self,
@@ -79,11 +75,10 @@ class Replica:
         scheduling: SchedulingOptions | None = None,
         host_blocks: int = 0,
     ):
-        """Make an idle replica.
+        """Make an idle replica. Raises RequestError if the pool is too small for one request.
 
-        max_tokens: limit on output tokens that the scheduler sees; it does not know that requests end earlier. None:
-            the number of tokens that each request generates.
-        Raises RequestError if the pool is too small for one request.
+        max_tokens: output limit for the scheduler, which does not know that requests end earlier. None: each request's
+            own output length.
         """
         self.now = 0.0  # time of the next turn
         self.load = 0   # requests that wait or run
@@ -123,12 +118,12 @@ class Replica:
 
     @property
     def host_blocks(self) -> int:
-        """Capacity of the host tier in blocks; 0 if there is no host tier, because moving blocks would not pay."""
+        """Capacity of the host tier in blocks; 0 if there is none, or if moving blocks would not pay."""
         tier = self.manager.pool.host_tier
         return 0 if tier is None else tier.num_slots
 
     def refuses(self, arrival: Arrival) -> bool:
-        """Return True if the queue has no room for a request, by the same rule as `Engine`'s queue limits."""
+        """Return True if the queue has no room for a request. Same rule as `Engine`'s queue limits."""
         waiting, limits = self.scheduler.waiting, self._scheduling
         if limits.max_queued_requests is not None and len(waiting) >= limits.max_queued_requests:
             return True
@@ -136,14 +131,14 @@ class Replica:
         return most is not None and len(waiting) > 0 and waiting.num_tokens + arrival.prompt_tokens > most
 
     def add(self, arrival: Arrival, number: int, time: float) -> None:
-        """Add a request that arrived at `time` to the queue. number: its number among all arrivals."""
+        """Queue a request that arrived at `time`. number: its index among all arrivals."""
         if not self.load and self._in_flight is None:
             self.now = max(self.now, time)
         self.load += 1
         self.scheduler.add(self._request(arrival, number, time))
 
     def turn(self) -> list[float]:
-        """Run one turn. Returns a time for each request that ended in it."""
+        """Run one turn. Returns the end times of requests that ended in it."""
         now, before = self.now, self._in_flight
         step = self.scheduler.schedule()
         self._in_flight = None
@@ -225,7 +220,7 @@ class Replica:
         return [now] * len(finished)
 
     def _take_decodes(self, rows: np.ndarray, requests: Any, now: float) -> int:
-        # Only this loop and note_arrived's visit every sampled token, 128 million in a large run. The rest is numpy.
+        # Only this loop and `note_arrived` visit every sampled token, 128 million in a large run. The rest is numpy.
         self.scheduler.note_arrived(requests)
         for request in requests:
             request.token_ids.append(LATER_TOKENS)
@@ -241,7 +236,7 @@ class Replica:
         return len(rows)
 
     def _due_now(self) -> list[SimulatedRequest]:
-        """Requests whose last token has arrived in this step."""
+        """Decoding requests whose last token arrived in this step."""
         ends = []
         for request in self._due.pop(self._takes, ()):
             if request.due == self._takes and not request.ended:
@@ -253,12 +248,12 @@ class Replica:
         return ends
 
     def _expect(self, request: SimulatedRequest) -> None:
-        """Check a decoding request again after the first step in which it can end. It gets at most one token a step."""
+        """Check a decoding request again after the first step in which it can end, at one token a step."""
         request.due = self._takes + request.final_length - len(request.token_ids)
         self._due.setdefault(request.due, []).append(request)
 
     def _take_prompts(self, plan: Any, requests: Any, now: float, finished: list[SimulatedRequest]) -> int:
-        """Add the tokens of rows that computed their last known token: rows of new and of preempted requests."""
+        """Add sampled tokens of rows that finished their prompt, or finished recomputing after a preemption."""
         decodes, sampled = plan.num_decodes, 0
         samples = plan.samples[decodes:].tolist()
         for row, request, ends in zip(plan.rows[decodes:].tolist(), requests[decodes:], samples, strict=True):
@@ -283,7 +278,7 @@ class Replica:
         return sampled
 
     def _move_to(self, request: SimulatedRequest, row: int) -> float:
-        """Assign a row to a request. Returns the time of the request's last token, in this row or another."""
+        """Assign a row to a request. Returns the time of the request's last token, from any row."""
         owner = self._owners[row]
         if owner is request:
             return float(self._last_times[row])

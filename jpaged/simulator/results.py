@@ -23,14 +23,14 @@ LATENCIES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Latency:
-    """Percentiles of one latency in seconds, each within 0.5% (the maximum is exact)."""
+    """Mean and percentiles of one latency, in seconds. Percentiles are within 0.5%; mean and maximum are exact."""
 
     mean: float
     p50: float
     p90: float
     p99: float
     max: float
-    edges: list[float]   # edges of the distribution, for plots
+    edges: list[float]   # upper edges of the CDF's buckets, for plots
     shares: list[float]  # share of values up to each edge
 
     @classmethod
@@ -50,7 +50,7 @@ class SimulationResult:
     refused_requests: int
     duration: float                  # until the last token
     prompt_tokens: int               # of finished requests
-    output_tokens: int
+    output_tokens: int               # of finished requests
     first_token: Latency             # from arrival
     inter_token: Latency             # between a request's tokens
     end_to_end: Latency              # from arrival to the last token
@@ -59,14 +59,14 @@ class SimulationResult:
     busy: float                      # share of time with a running step, averaged over replicas
     between_devices: float           # share of the steps' time in all-reduces between devices
     preemptions: int
-    recomputed_tokens: int
-    useful_tokens: int               # computed tokens, without those recomputed after preemptions
+    recomputed_tokens: int           # after preemptions
+    useful_tokens: int               # computed tokens minus recomputed tokens
     prefix_hit_tokens: int           # prompt tokens found in the prefix index
     started_prompt_tokens: int       # prompt tokens of all requests that started
-    kv_waste: float                  # share of running requests' slots without a token, averaged over steps
+    kv_waste: float                  # share of allocated KV slots without a token, averaged over steps
     kv_use: float                    # share of blocks in use, averaged over time
     kv_peak: float                   # largest share of blocks in use, of any replica
-    host_blocks: int                 # capacity of each replica's host tier; 0: no host tier, or it would not pay
+    host_blocks: int                 # capacity of each replica's host tier; 0: none, or it would not pay
     blocks_to_host: int
     blocks_to_device: int
     steps_beyond_measured: int       # steps with a load larger than every measured one
@@ -207,7 +207,7 @@ def summarise(
 
 
 def _begins(timeline: Sequence[TimelinePoint]) -> list[tuple[float, TimelinePoint]]:
-    """Return the start of each interval, with the interval. Intervals have no gaps between them and start at 0."""
+    """Return (start, interval) for each interval. Intervals are adjacent and start at 0."""
     begin, pairs = 0.0, []
     for point in timeline:
         pairs.append((begin, point))

@@ -1,7 +1,7 @@
-"""The event loop of the simulator: arrivals and the turns of N replicas, in order of time.
+"""The event loop of the simulator: arrivals, and turns of N replicas, in order of time.
 
 1. Find the replica with the earliest next turn. Idle replicas have no next turn.
-2. Route the arrivals up to that time, each at its own time. The state that routers read does not change in between.
+2. Route the arrivals up to that time. Between turns, the state that routers read changes only by arrivals.
 3. Run the turn, which moves the replica's clock. The run ends when all replicas are idle and no arrivals are left.
 """
 
@@ -29,15 +29,15 @@ ROUTING = {name.replace("_", "-"): router for name, router in ROUTERS.items()}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """Everything about a run except its load."""
+    """Options of a run, except its load."""
 
     shape: EngineShape
     cost: CostModel
     num_replicas: int = 1
     routing: str = "round-robin"
     prefix_caching: bool = True
-    max_tokens: int | None = None       # output limit that the scheduler sees; None: each request's output length
-    concurrency: int | None = None      # maximum number of requests in the system; further arrivals wait outside
+    max_tokens: int | None = None       # output limit for the scheduler; None: each request's output length
+    concurrency: int | None = None      # maximum requests in the system; further arrivals wait outside
     scheduling: SchedulingOptions = dataclasses.field(default_factory=SchedulingOptions)
     host_blocks: int = 0                # capacity of each replica's host tier, in blocks
 
@@ -84,8 +84,8 @@ def simulate(
 ) -> SimulationResult:
     """Run a load until all its requests have ended.
 
-    progress: called after turns in which requests ended, with their number.
-    watch:    called with "start" or "finish", the request and the time; for tests.
+    progress: called with the number of requests that ended in a turn, if any did.
+    watch: called with "start" or "finish", the request and the time; for tests.
     """
     records = Records(Timeline(options.num_replicas), watch)
     replicas = [
@@ -113,7 +113,7 @@ def _run(
     progress: Callable[[int], object] | None,
 ) -> None:
     router = ROUTING[options.routing]()
-    # A heap with one entry per free place in the system: the time at which it became free.
+    # With `concurrency`: a heap of the times at which free places in the system became free.
     places = None if options.concurrency is None else [0.0] * options.concurrency
     upcoming = next(arrivals, None)
     number = 0
@@ -145,7 +145,7 @@ def _run(
 
 
 def _prefixes(arrival: Arrival) -> tuple[int, ...]:
-    """The name of a request's prefix, for routers."""
+    """Identifier of a request's prefix, for routers."""
     return (arrival.prefix_id,) if arrival.prefix_id != NO_PREFIX and arrival.prefix_tokens else ()
 
 
@@ -155,7 +155,7 @@ def _next_turn(replica: Replica) -> float:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Run the garbage collector rarely. Requests make no cycles, and a collection would visit all of them."""
+    """Run the garbage collector rarely. Requests have no cycles, and a collection would visit all of them."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200_000, 50, 1000)

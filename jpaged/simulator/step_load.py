@@ -1,4 +1,4 @@
-"""StepLoad: the few numbers that the time of a step depends on, computed from its plan alone."""
+"""StepLoad: the few numbers that predict the time of a step, computed from its plan alone."""
 
 import dataclasses
 
@@ -14,20 +14,19 @@ class EngineShape:
     num_blocks: int              # blocks of the KV pool
     block_size: int              # tokens in a block
     max_num_seqs: int            # rows of the request table
-    max_num_batched_tokens: int  # maximum number of tokens in a step
-    max_model_len: int           # maximum number of tokens of a request
+    max_num_batched_tokens: int  # maximum tokens in a step
+    max_model_len: int           # maximum tokens of a request
     windows: tuple[int | None, ...] = (None,)  # window of each KV group; None: attention to all earlier tokens
-    # A decode-only step is padded to the next row bucket. Other steps have all rows, and are padded to the next token
-    # bucket. Empty: no padding.
+    # A decode-only step is padded to a row bucket. Other steps are padded to all rows and a token bucket. Empty: not.
     row_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
-    block_bytes: int | None = None  # size of the keys and values of a block, on one device; None: unknown
-    num_devices: int = 1            # that the engine runs on
+    block_bytes: int | None = None  # bytes of a block's keys and values on one device; None: unknown
+    num_devices: int = 1            # devices of the engine
     num_layers: int | None = None   # None: unknown
-    hidden_bytes: int | None = None  # size of a token's hidden state; None: unknown
+    hidden_bytes: int | None = None  # bytes of a token's hidden state; None: unknown
 
     def resized(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> "EngineShape":
-        """Return the shape with other limits. Its buckets end at the new limits, as they do in `LLM`."""
+        """Return the shape with other limits. Its buckets end at the new limits, as in `LLM`."""
         return dataclasses.replace(
             self,
             max_num_seqs=max_num_seqs,
@@ -38,7 +37,7 @@ class EngineShape:
 
 
 def _ending_at(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the buckets up to `most`. Above the last given bucket, each bucket is twice the one before."""
+    """Return the buckets up to `most`. Above the last given bucket, each is twice the one before."""
     if not buckets:
         return ()
     kept = [bucket for bucket in buckets if bucket < most]
@@ -54,15 +53,15 @@ class StepLoad:
     tokens: float        # tokens computed
     rows: float          # rows of the step; each may sample
     kv_tokens: float     # KV read, in tokens: sum of the rows' contexts, averaged over KV groups
-    prompt_pairs: float  # (query, key) pairs of prompt rows: the attention of a chunk grows with them
-    moved_blocks: float  # blocks moved to or from the host; device copies happen in forks only, which loads do not have
+    prompt_pairs: float  # (query, key) pairs of prompt rows, which the time of their attention grows with
+    moved_blocks: float  # blocks moved to or from the host; without forks there are no copies on the device
 
 
 FEATURES = tuple(field.name for field in dataclasses.fields(StepLoad))
 
 
 class LoadMeter:
-    """Computes the load of each plan of one engine. It must see every plan from the first one on."""
+    """Computes the load of each plan of one engine. It must see every plan, from the first on."""
 
     def __init__(self, shape: EngineShape):
         self._lengths = np.zeros(shape.max_num_seqs, np.int64)  # tokens in each row's KV
@@ -73,7 +72,7 @@ class LoadMeter:
         self._token_buckets = shape.token_buckets
 
     def measure(self, plan: StepPlan, rows: np.ndarray) -> StepLoad:
-        """Return the load of the next plan. Each plan must be measured once, in order. rows: intp[R], plan.rows."""
+        """Return the load of the next plan. Call it once per plan, in order. rows: `plan.rows` as intp[R]."""
         lengths, decodes = self._lengths, plan.num_decodes
         decoding = rows[:decodes]
         contexts = lengths[decoding]
@@ -87,7 +86,7 @@ class LoadMeter:
         for init in plan.row_inits:
             lengths[init.row] = init.num_computed
         tokens, pairs = decodes, 0
-        # Few rows compute prompts: a Python loop is faster than numpy here.
+        # Few rows compute prompts, so a Python loop is faster than numpy.
         for row, chunk in zip(rows[decodes:].tolist(), plan.num_tokens[decodes:].tolist(), strict=True):
             end = int(lengths[row]) + chunk
             lengths[row] = end
@@ -98,7 +97,7 @@ class LoadMeter:
         return StepLoad(_next(self._token_buckets, tokens), padded, read, pairs, _num_transfers(plan))
 
     def whole_step(self) -> StepLoad:
-        """Return the load of a step with the maximum number of tokens and no attention, for the cost of a token."""
+        """Return the load of a step with the maximum of tokens and no attention, for the cost of a token."""
         return StepLoad(self._most_tokens, self._most_rows if self._token_buckets else 1, 0, 0, 0)
 
     def _read(self, contexts: np.ndarray) -> float:

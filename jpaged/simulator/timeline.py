@@ -11,7 +11,7 @@ class TimelinePoint:
     """Averages over one interval."""
 
     time: float               # middle of the interval, in seconds
-    running: float            # requests with a row, summed over replicas
+    running: float            # requests that have a row, summed over replicas
     waiting: float            # requests that wait for a row, summed over replicas
     kv_use: float             # share of KV blocks in use, averaged over replicas
     prompt_tokens: float      # computed per second, with recomputed tokens
@@ -19,7 +19,7 @@ class TimelinePoint:
 
 
 class Timeline:
-    """Sums the values of steps per interval. When the last interval is full, pairs of intervals are merged."""
+    """Sums the values of steps per interval. After the last interval is full, pairs of intervals are merged."""
 
     def __init__(self, num_replicas: int = 1, width: float = 1e-3):
         self._num_replicas = num_replicas
@@ -30,7 +30,7 @@ class Timeline:
     def add(
         self, start: float, end: float, running: int, waiting: int, kv_use: float, prompt: int, output: int
     ) -> None:
-        """Add one replica's state from `start` to `end`, and the tokens that it computed and sampled."""
+        """Add a replica's state from `start` to `end`, and the tokens that it computed and sampled."""
         while end > self._width * NUM_BINS:
             self._join()
         self._end = max(self._end, end)
@@ -51,7 +51,7 @@ class Timeline:
             sums[2][index] += kv_use * span
 
     def points(self) -> list[TimelinePoint]:
-        """Return the intervals in order: NUM_BINS / 2 to NUM_BINS of them, fewer after a very short run."""
+        """Return NUM_BINS / 2 to NUM_BINS intervals in order; fewer after a very short run."""
         points = []
         for index in range(min(math.ceil(self._end / self._width), NUM_BINS)):
             begin = index * self._width

@@ -1,6 +1,6 @@
-"""Trace: the requests of a CSV or JSONL file, read a line at a time. Errors name the line and the column.
+"""Trace: requests of a CSV or JSONL file, read line by line. Errors name the line and the column.
 
-Columns in a CSV file's header, or keys of each JSON object, in any order:
+Columns of a CSV file's header, or keys of each JSON object, in any order:
 
     arrival         seconds, 0 or more, in ascending order
     prompt_tokens   1 or more
@@ -9,7 +9,7 @@ Columns in a CSV file's header, or keys of each JSON object, in any order:
     prefix_tokens   optional; length of the prefix, 0 to prompt_tokens; default with a prefix_id: the whole prompt
     priority        optional; a whole number; default: 0
 
-An empty field has its default. Any other column is refused, because a misspelt column would be ignored.
+An empty field has its default. Other columns are refused, so that a misspelt column is not ignored.
 """
 
 import csv
@@ -33,8 +33,8 @@ class _Line:
     """Position in the file, for errors."""
 
     path: str
-    number: int                   # number of the line, from 1
-    columns: Mapping[str, int]    # number of each column, from 1; empty for JSONL, which has keys instead
+    number: int                   # line number, from 1
+    columns: Mapping[str, int]    # name -> column number, from 1; empty for JSONL, which has keys
 
     def error(self, column: str, value: object, accepted: str) -> RequestError:
         place = f"column {self.columns[column]} ({column})" if column in self.columns else f"key {column!r}"
@@ -42,7 +42,7 @@ class _Line:
 
 
 class Trace:
-    """A recorded load. The constructor reads the whole file once, so that no error comes up during a run."""
+    """A recorded load. The constructor reads the whole file once, so that errors are raised before a run."""
 
     def __init__(self, path: pathlib.Path, max_model_len: int):
         self.path = path
