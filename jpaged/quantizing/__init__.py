@@ -1,4 +1,4 @@
-"""Quantises a checkpoint into another one, in the format of the library compressed-tensors."""
+"""Writes a quantised copy of a checkpoint, in the format of the library compressed-tensors."""
 
 from jpaged.quantizing.checkpoint import METHODS, SCHEMES, quantize_checkpoint
 

@@ -1,8 +1,7 @@
-"""AWQ (arXiv:2306.00978): rounds the inputs of a matrix that have large activations with smaller errors.
+"""AWQ (arXiv:2306.00978): smaller rounding errors for weights whose inputs have large activations.
 
-W x = (W diag(s)) (x / s). The scales s are searched, one for each input of a matrix, and W diag(s) is rounded.
-1 / s is folded into the operation that makes x, so it costs nothing. That is the norm before q, k and v, v before o,
-the norm before gate and up, and up before down.
+W x = (W diag(s)) (x / s). A search finds the scales s, one for each input of a matrix, and W diag(s) is rounded.
+1 / s costs nothing: it is folded into the norm before q, k and v or gate and up, into v for o, and into up for down.
 """
 
 import numpy as np
@@ -12,13 +11,13 @@ from jpaged.models.spec import DecoderSpec, Norm, NormPosition
 from jpaged.quantizing.rounding import largest_grid, round_to_nearest
 from jpaged.quantizing.schemes import Scheme
 
-EXPONENTS = np.linspace(0, 1, 21)  # of the activations' sizes; 0: all scales are 1
-MOST_OUTPUTS = 512  # of a matrix that the search rounds: their errors resemble those of all outputs
-_SMALLEST = 1e-4    # of the largest activation; smaller ones count as this
+EXPONENTS = np.linspace(0, 1, 21)  # scales = RMS of the inputs ** exponent; with 0 all scales are 1
+MOST_OUTPUTS = 512  # outputs of a matrix that the search rounds; their errors are typical of all outputs
+_SMALLEST = 1e-4    # minimum RMS of an input, as a share of the largest
 
 
 def refuse_awq(spec: DecoderSpec) -> str | None:
-    """Reason why scales cannot be folded into the norms of a model; None if they can."""
+    """Reason why scales cannot be folded into a model's norms; None if they can."""
     if spec.norm not in (Norm.RMS, Norm.RMS_OFFSET):
         return "its norms are not RMS norms"
     if spec.norm_position not in (NormPosition.PRE, NormPosition.SANDWICH):
@@ -34,10 +33,10 @@ def fold_scales(
     group_size: int,
     dtypes: dict[str, np.dtype],
 ) -> set[str]:
-    """Scale the matrices of a layer in place, and what makes their inputs. Returns the names of the changed vectors.
+    """Scale a layer's matrices, and the leaves that compute their inputs, in place. Returns names of changed vectors.
 
     leaves:   float32 matrices and vectors of the layer, by name.
-    products: float64[in, in] by matrix, the sum of x x^T over its inputs x. They become those of x / s.
+    products: float64[in, in] by matrix, the sum of x x^T over its inputs x. Updated in place for x / s.
     dtypes:   of the vectors in the file.
     """
     changed = set()
@@ -46,7 +45,7 @@ def fold_scales(
         _apply(leaves[name], products[name], _divide_norm(spec, leaves[norm], wanted, dtypes[norm]))
         changed.add(norm)
     sources = []
-    if spec.num_heads == spec.num_kv_heads:  # else one value feeds inputs of several heads
+    if spec.num_heads == spec.num_kv_heads:  # else a value head feeds several query heads, which have their own scales
         sources.append(("qkv", Part.V, "o"))
     if spec.gated and spec.swiglu_limit is None:
         sources.append(("gate_up", Part.UP, "down"))
@@ -64,7 +63,7 @@ def fold_scales(
 
 
 def _search(leaf: np.ndarray, product: np.ndarray, scheme: Scheme, group_size: int) -> np.ndarray:
-    """Scales float32[in] with the smallest squared error of the outputs, of powers of the activations' sizes."""
+    """Scales float32[in] with the smallest squared output error, among powers of the inputs' RMS."""
     weights = leaf.reshape(-1, leaf.shape[-1])
     weights = weights[:: -(-len(weights) // MOST_OUTPUTS)]
     sizes = np.sqrt(np.diag(product))
@@ -92,9 +91,9 @@ def _apply(leaf: np.ndarray, product: np.ndarray, scales: np.ndarray) -> None:
 
 
 def _divide_norm(spec: DecoderSpec, weights: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Divide a norm's weights by scales, in place. Returns the scales that the rounding to the file's dtype leaves.
+    """Divide a norm's weights by scales, in place. Returns the scales after rounding the weights to the file's dtype.
 
-    So the rounding of the weights causes no error. An input with a weight of 0, or one that becomes 0, has the scale 1.
+    So this rounding causes no error. An input has the scale 1 if its weight is 0 or becomes 0.
     """
     offset = np.float32(spec.norm is Norm.RMS_OFFSET)
     divided = ((weights + offset) / scales - offset).astype(dtype).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Runs calibration text through a model, one layer at a time, and sums the products of each matrix's inputs."""
+"""Runs calibration text through a model, one layer at a time, and sums x x^T over the inputs of each matrix."""
 
 import functools
 from collections.abc import Sequence
@@ -13,20 +13,19 @@ from jaxtyping import Array, Float
 from jpaged.models.decoder import decode_layer, embed_tokens, layer_vectors
 from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, Rope
 
-WINDOW = 512          # tokens of a sequence
-MOST_TOKENS = 32_768  # more are left out: their states take 0.5 GiB of a model with hidden size 4,096
+WINDOW = 512          # tokens per sequence
+MOST_TOKENS = 32_768  # more tokens are dropped; the states of 32,768 take 0.5 GiB with hidden size 4,096
 FEWEST_TOKENS = 2_048
 _BATCH = 4            # sequences that a layer processes at once
 
 
 class Calibration:
-    """Hidden states of the calibration text, before the next layer. The states are float32 in host memory."""
+    """Hidden states of the calibration text before the next layer, float32 in host memory."""
 
     def __init__(self, spec: DecoderSpec, params: Params, token_ids: Sequence[int]):
-        """Embed the tokens.
+        """Embed the tokens. token_ids: at least FEWEST_TOKENS ids. Tokens after the last full window are dropped.
 
         params: float32 leaves of the embedding, and the vectors of all layers.
-        token_ids: at least FEWEST_TOKENS ids. The last tokens that fill no window are left out.
         """
         self._spec = spec
         self._vectors = params
@@ -38,17 +37,17 @@ class Calibration:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are used."""
+        """Number of tokens used."""
         return self._states.shape[0] * self._states.shape[1]
 
     def vectors(self, layer: int) -> dict[str, np.ndarray]:
-        """Copies of the vectors of a layer, float32."""
+        """Copies of a layer's vectors, float32."""
         return {name: np.array(value) for name, value in layer_vectors(self._vectors, layer).items()}
 
     def input_grams(self, layer: int, leaves: Params) -> dict[str, np.ndarray]:
-        """float64[in, in] for each matrix of the layer: the sum of x x^T over its inputs x.
+        """Sum of x x^T over the inputs x of each matrix of the layer: float64[in, in] by name.
 
-        leaves: the layer's matrices, and the vectors that differ from the model's.
+        leaves: the layer's matrices, and vectors that differ from the model's.
         """
         sums: dict[str, Any] = {}
         for start in range(0, len(self._states), _BATCH):

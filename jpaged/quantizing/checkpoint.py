@@ -1,11 +1,10 @@
-"""Writes a quantised checkpoint, in the format of compressed-tensors.
+"""Writes a quantised checkpoint in the format of compressed-tensors.
 
 1. Check everything that needs no weights: the scheme, the model's family, the sizes, the calibration text.
 2. Create the files at their full size in a temporary folder, which is renamed at the end.
-3. Copy all tensors that stay as they are, bit for bit.
-4. Quantise the layers in order. One layer's weights are in memory at a time, in float32. With GPTQ and AWQ, the
-   calibration text runs through each layer before and after it is quantised, so later layers see the errors of earlier
-   ones. AWQ changes the layer's norms, too.
+3. Copy all unquantised tensors, bit for bit.
+4. Quantise the layers in order, with one layer in memory at a time, in float32. GPTQ and AWQ run the calibration text
+   through each layer before and after, so later layers see earlier errors. AWQ also changes norms and biases.
 """
 
 import dataclasses
@@ -46,8 +45,8 @@ from jpaged.quantizing.rounding import find_grid, input_error, output_error, rou
 from jpaged.quantizing.schemes import GROUP_SIZES, SCHEMES, Scheme, quantization_config, scale_dtype
 
 METHODS = ("rtn", "gptq", "awq")
-QUANTIZED = frozenset({"qkv", "o", "gate_up", "up", "down"})  # leaves of a layer
-_SHARD = 5 << 30  # bytes of a file, if the files have more in total
+QUANTIZED = frozenset({"qkv", "o", "gate_up", "up", "down"})  # leaves of a layer that are quantised
+_SHARD = 5 << 30  # maximum bytes of a safetensors file, unless one tensor is larger
 _HEADS = ("lm_head", "score")
 
 
@@ -57,9 +56,9 @@ class Written:
 
     folder: Path
     group_size: int | None
-    matrices: int      # that were quantised
-    num_bytes: int     # of all files
-    source_bytes: int  # of the source's weights
+    matrices: int      # number of quantised matrices
+    num_bytes: int     # bytes of all files
+    source_bytes: int  # bytes of the source's weights
     calibration_tokens: int
 
 
@@ -72,7 +71,7 @@ class _Job:
     group_size: int | None = None
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Shapes [out, in] of the tensors that are quantised, by their names in the files."""
+        """Shapes [out, in] of the tensors to quantise, by their names in the files."""
         names = [name for plan in self.plan.leaves if _is_quantized(plan) for name in plan.files]
         return {name: _matrix_shape(self.checkpoint.entry(name).shape) for name in names}
 
@@ -89,9 +88,9 @@ def quantize_checkpoint(
 ) -> Written:
     """Write a quantised copy of a model into a new folder. Embeddings and the output matrix keep their dtype.
 
-    calibration: text that the model's inputs resemble; needed by gptq and awq.
-    group_size:  inputs that share a scale, of schemes with groups. None: the first in GROUP_SIZES that fits.
-    Raises ModelLoadError for the model and RequestError for the other arguments. Nothing is written then.
+    calibration: text that resembles the model's inputs; gptq and awq need it.
+    group_size:  inputs that share a scale, in schemes with groups. None: the first in GROUP_SIZES that fits.
+    Raises ModelLoadError for the model and RequestError for other arguments. Then nothing is written.
     """
     chosen = _checked(scheme, method, calibration, group_size)
     path = find_model(model, revision)
@@ -175,7 +174,7 @@ def _is_quantized(plan: LeafPlan) -> bool:
 
 
 def _group_size(matrices: Mapping[str, tuple[int, int]], asked: int | None) -> int:
-    """The group size that fits all matrices. matrices: their shapes by name."""
+    """The group size that fits all matrices. matrices: shapes by name. asked: the caller's; None: choose one."""
     inputs = [shape[1] for shape in matrices.values()]
     for size in GROUP_SIZES if asked is None else (asked,):
         if size > 0 and size % 16 == 0 and all(count % size == 0 for count in inputs):
@@ -206,7 +205,7 @@ Files = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtypes and shapes by name
 
 
 def _files(job: _Job, matrices: Mapping[str, tuple[int, int]]) -> Files:
-    """All tensors of the new checkpoint, in the order of the old one."""
+    """All tensors of the new checkpoint, in the old checkpoint's order."""
     found: Files = {}
     for name in job.checkpoint.names:
         entry = job.checkpoint.entry(name)
@@ -244,7 +243,7 @@ def _create(folder: Path, files: Files) -> None:
 
 
 def _ignored(job: _Job, matrices: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Modules with a matrix that is not quantised. A tied output matrix has no tensor, but it is a module."""
+    """Modules with an unquantised matrix. A tied output matrix has no tensor, but its module is listed, too."""
     kept = [name for name in job.checkpoint.names if len(job.checkpoint.entry(name).shape) == 2]
     modules = {name.removesuffix(".weight") for name in kept if name not in matrices}
     if not job.plan.spec.pools:
@@ -298,9 +297,9 @@ def _on_device(leaves: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def _fold(
     job: _Job, layer: int, leaves: dict[str, np.ndarray], products: dict[str, np.ndarray], writer: TensorWriter
 ) -> None:
-    """Scale the layer's leaves for AWQ, and write the vectors that it changes."""
+    """Scale the layer's leaves for AWQ, and write the changed vectors."""
     assert job.group_size is not None, "awq is for schemes with groups"
-    # (leaf, tensor, its name in the files) of everything but the matrices
+    # (leaf, rule, tensor's name in the files) of everything but quantised matrices
     tensors = [
         (plan.leaf.leaf, tensor.rule, name)
         for plan in job.plan.leaves if not _is_quantized(plan)
@@ -316,7 +315,7 @@ def _fold(
 def _quantize_leaf(
     job: _Job, plan: LeafPlan, leaf: np.ndarray, product: np.ndarray | None, writer: TensorWriter, progress: tqdm
 ) -> None:
-    """Quantise and write the tensors of a leaf, and put the dequantised weights into the leaf."""
+    """Quantise and write the tensors of a leaf. Replaces the leaf's weights by their dequantised values."""
     for tensor, name in zip(plan.leaf.tensors, plan.files, strict=True):
         block = plan.leaf.block(leaf, tensor)
         matrix = tensor.rule.gather(block)

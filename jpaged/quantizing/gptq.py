@@ -1,19 +1,19 @@
-"""GPTQ (arXiv:2210.17323): rounds a matrix column by column, and moves each column's error to the columns after it."""
+"""GPTQ (arXiv:2210.17323): rounds a matrix by columns, and corrects later columns for each column's error."""
 
 import numpy as np
 
 from jpaged.quantizing.rounding import Grid
 
-BLOCK = 128   # columns whose errors reach the columns after the block in one product
-DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to the diagonal
+BLOCK = 128   # columns per block; later columns are corrected once per block, in one matmul
+DAMPING = 0.01  # share of the mean of the Hessian's diagonal that is added to the diagonal
 
 
 def gptq(weights: np.ndarray, hessian: np.ndarray, grid: Grid) -> np.ndarray:
-    """Codes float32[out, in] with a small squared error of the product with the calibration inputs.
+    """Codes float32[out, in] with a small squared error of the outputs for the calibration inputs.
 
     weights: float32[out, in].
     hessian: float64[in, in], the sum of x x^T over the inputs x.
-    grid:    the scales, which stay. So columns may be rounded in any order: those with the largest inputs come first.
+    grid:    fixed scales, so columns may be rounded in any order. Columns with the largest inputs come first.
     """
     inputs = weights.shape[1]
     size = inputs // grid.scales.shape[1]
@@ -38,7 +38,7 @@ def gptq(weights: np.ndarray, hessian: np.ndarray, grid: Grid) -> np.ndarray:
 
 
 def _factor(hessian: np.ndarray) -> np.ndarray:
-    """float32[in, in]: the upper triangular U with U^T U = the inverse of the damped Hessian."""
+    """Upper triangular U, float32[in, in], with U^T U = inverse of the damped Hessian."""
     diagonal = np.diag(hessian)
     damped = hessian + np.diag(DAMPING * diagonal.mean() + np.where(diagonal > 0, 0.0, 1.0))
     return np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32)

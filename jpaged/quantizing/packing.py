@@ -1,4 +1,4 @@
-"""Tensors of a quantised matrix in the files of compressed-tensors."""
+"""Tensors of a quantised matrix, as compressed-tensors stores them."""
 
 import numpy as np
 
@@ -6,20 +6,20 @@ from jpaged.quantizing.schemes import Scheme
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES
 
-_PER_WORD = 8  # 4-bit codes of an int32
+_PER_WORD = 8  # 4-bit codes per int32
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """4-bit codes uint8[rows, n] as int32[rows, ceil(n / 8)]: code i is in bits 4 * (i mod 8) to 4 * (i mod 8) + 3."""
+    """Pack 4-bit codes uint8[rows, n] into int32[rows, ceil(n / 8)]. Code i is in the 4 bits from 4 * (i % 8) on."""
     codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % _PER_WORD))).reshape(codes.shape[0], -1, _PER_WORD)
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     return np.bitwise_or.reduce(codes.astype(np.uint32) << shifts, axis=-1).view(np.int32)
 
 
 def tensors_of(weight: QuantizedWeight) -> dict[str, np.ndarray]:
-    """The tensors that store a matrix in the layout "plain", by the last part of their names.
+    """Tensors of a matrix in the layout "plain", by the last part of their names.
 
-    The codes 0 to 15 of int4 are compressed-tensors' -8 to 7 plus 8, which is how it stores them.
+    compressed-tensors stores int4 values -8 to 7 as 0 to 15, like the codes of `QuantizedWeight`.
     """
     scales = np.asarray(weight.scales)
     if weight.kind != "int4":
@@ -31,7 +31,7 @@ def tensors_of(weight: QuantizedWeight) -> dict[str, np.ndarray]:
 def shapes_of(
     scheme: Scheme, shape: tuple[int, int], group_size: int | None, scales: np.dtype
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """dtypes and shapes of `tensors_of` a matrix [out, in]."""
+    """dtypes and shapes of the tensors of `tensors_of`, for a matrix [out, in]. scales: dtype of the scales."""
     outputs, inputs = shape
     groups = inputs // (group_size or inputs)
     if scheme.kind != "int4":

@@ -1,4 +1,4 @@
-"""Schemes of `jpaged quantize`, and their description in config.json as compressed-tensors defines it."""
+"""Schemes of `jpaged quantize`, and their compressed-tensors description in config.json."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 
-GROUP_SIZES = (128, 64, 32)  # the first that divides all matrices' inputs is the default
+GROUP_SIZES = (128, 64, 32)  # default: the first that divides the inputs of all matrices
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How weights and activations are stored and computed."""
+    """Formats of weights and activations."""
 
-    kind: str           # of `QuantizedWeight`: int4, int8 or fp8
-    grouped: bool       # scales for groups of inputs; False: one scale for each output
-    activations: str    # int8 or fp8: engines round each token's activations to it; none: they do not
-    format: str         # of compressed-tensors
+    kind: str           # `QuantizedWeight.kind`: int4, int8 or fp8
+    grouped: bool       # True: a scale for each group of inputs; False: one scale for each output
+    activations: str    # int8 or fp8: engines round each token's activations to it. none: no rounding
+    format: str         # `format` of compressed-tensors
 
 
-# All are symmetric. Transformers 5.24 refuses packed zero points unless `dequantize=True`.
+# All are symmetric, because Transformers 5.24 refuses packed zero points unless `dequantize=True`.
 SCHEMES = {
     "w4a16": Scheme("int4", True, "none", "pack-quantized"),
     "w8a8": Scheme("int8", False, "int8", "int-quantized"),
@@ -29,7 +29,7 @@ SCHEMES = {
 
 
 def quantization_config(scheme: Scheme, group_size: int | None, ignore: Sequence[str]) -> dict[str, Any]:
-    """The value of quantization_config in config.json. ignore: names of modules that are not quantised."""
+    """The `quantization_config` of config.json. ignore: names of modules that are not quantised."""
     weights = _arguments(scheme.kind, "group" if scheme.grouped else "channel", dynamic=False)
     weights["group_size"] = group_size
     inputs = None if scheme.activations == "none" else _arguments(scheme.activations, "token", dynamic=True)
@@ -45,7 +45,7 @@ def quantization_config(scheme: Scheme, group_size: int | None, ignore: Sequence
 
 
 def scale_dtype(tensor: np.dtype) -> np.dtype:
-    """dtype of the scales of a tensor with this dtype: the same, as Transformers expects it."""
+    """dtype of a tensor's scales: the tensor's dtype, as Transformers expects; float32 for float64."""
     return np.dtype(np.float32) if tensor == np.float64 else tensor
 
 
