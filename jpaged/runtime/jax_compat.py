@@ -24,8 +24,7 @@ def with_old_partitioner() -> contextlib.AbstractContextManager[None]:
 def damaged_programs_replaced() -> Iterator[None]:
     """Let JAX's compile cache replace a file that it could not read.
 
-    JAX alone compiles the program again but keeps the damaged file, so every later start would compile it, too.
-    A killed process or a full disk leaves such files.
+    JAX keeps the damaged file, so every later start would compile it. Killed processes and full disks leave such files.
     """
     write = lru_cache.LRUCache.put
 

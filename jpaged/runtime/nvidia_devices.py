@@ -34,10 +34,7 @@ def installed_plugins() -> list[str]:
 
 
 def problem(platform: str) -> str | None:
-    """Reason why JAX does not use this machine's NVIDIA GPU. None: JAX uses it, or the machine has no driver.
-
-    platform: of JAX's default device.
-    """
+    """Reason why JAX does not use this machine's NVIDIA GPU, or None. platform: of JAX's default device."""
     driver = driver_version()
     if platform != "cpu" or driver is None:
         return None

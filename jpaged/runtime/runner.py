@@ -410,8 +410,7 @@ class ModelRunner:
     def release(self) -> None:
         """Free the device state, and move weights that the runner owns to the host. No step may be in flight.
 
-        On CPU the weights stay: they are in host memory already. Weights that the caller made or passed to `set_params`
-        stay, too: only the caller may delete them.
+        On CPU weights stay: they are in host memory. So do the caller's weights, which only the caller may delete.
         """
         if self._released:
             return

@@ -80,12 +80,10 @@ class DeviceState:
     # (data, scales) of each of `pages`: building a call's results takes 1 us for 32 tuples, 32 us for 32 KVPages
     page_arrays: tuple[tuple[Leaf, Leaf | None], ...]
     table: Leaf                 # int32[max_num_seqs, NUM_FIELDS]
-    # int32[max_num_seqs, kv_groups * width]  block tables, one KV group after another. Entries past a row's end or
-    # before its window are stale or 0.
+    # int32[max_num_seqs, kv_groups * width]  block tables by KV group; stale or 0 past a row's end or before its window
     blocks: Leaf
     hidden: Leaf  # [state_tokens, hidden_size]  hidden states of the last step's tokens, before final norm
-    # int32[2, program_rows]  rows of the last step that sample or pool: (row of the table, index of its last token in
-    # `hidden`). Padding is -1.
+    # int32[2, program_rows]  rows of the last step that sample or pool: (row, index in `hidden`); padding is -1
     output_rows: Leaf
     sampling: SamplingState
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`

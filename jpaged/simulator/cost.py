@@ -167,7 +167,7 @@ def to_json(model: CostModel, steps: Sequence[MeasuredStep], about: Mapping[str,
 
 
 def read_cost_model(name: str) -> CostModel:
-    """Return the model that `--cost-model` names.
+    """Return the cost model of `--cost-model`.
 
     name: a shipped model, a file of `jpaged bench steps`, or coefficients by hand ("fixed=0.004,per_token=2e-6").
     Raises RequestError. For a file it names the faulty key.

@@ -151,7 +151,7 @@ class GeneratedLoad:
         if self.prefixes < 0:
             raise RequestError("prefixes", self.prefixes, "must be 0 or more")
         if (self.prefixes > 0) != (self.prefix_tokens > 0) or self.prefix_tokens < 0:
-            raise RequestError("prefix_tokens", self.prefix_tokens, "shared prefixes need --prefixes and this above 0")
+            raise RequestError("prefix_tokens", self.prefix_tokens, "must be above 0 if --prefixes is, else 0")
         if self.prefix_tokens + 2 > self.max_model_len:
             raise RequestError(
                 "prefix_tokens", self.prefix_tokens, f"must be at most max_model_len - 2 = {self.max_model_len - 2}"

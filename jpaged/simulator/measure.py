@@ -4,8 +4,7 @@ On the host, a step lasts from the end of the step before to its own end: the lo
 first step after a pause is not counted, because no step ends just before it. Nor is the first decode after prompts,
 because its program may not have run for a while.
 
-The result is the median over repeats: steps with the same load, or decodes of one case with the same number of rows.
-Such decodes differ by a few tokens.
+The result is the median over repeats: steps of one load, or decodes of a case with equal rows (and similar contexts).
 """
 
 import dataclasses

@@ -77,8 +77,7 @@ class Replica:
     ):
         """Make an idle replica. Raises RequestError if the pool is too small for one request.
 
-        max_tokens: output limit for the scheduler, which does not know that requests end earlier. None: each request's
-            own output length.
+        max_tokens: output limit for the scheduler; requests may end earlier. None: each request's output length.
         """
         self.now = 0.0  # time of the next turn
         self.load = 0   # requests that wait or run

@@ -84,8 +84,7 @@ def simulate(
 ) -> SimulationResult:
     """Run a load until all its requests have ended.
 
-    progress: called with the number of requests that ended in a turn, if any did.
-    watch: called with "start" or "finish", the request and the time; for tests.
+    progress: called with the number of requests that ended in a turn, if any. watch: for tests; see `Records`.
     """
     records = Records(Timeline(options.num_replicas), watch)
     replicas = [

@@ -17,7 +17,7 @@ class EngineShape:
     max_num_batched_tokens: int  # maximum tokens in a step
     max_model_len: int           # maximum tokens of a request
     windows: tuple[int | None, ...] = (None,)  # window of each KV group; None: attention to all earlier tokens
-    # A decode-only step is padded to a row bucket. Other steps are padded to all rows and a token bucket. Empty: not.
+    # Decode-only steps are padded to a row bucket, other steps to all rows and a token bucket. Empty: no padding.
     row_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
     block_bytes: int | None = None  # bytes of a block's keys and values on one device; None: unknown

@@ -228,7 +228,7 @@ def test_products_of_xla_replace_a_wrong_kernel(wrong_gate, caplog):
     found = blueprint().with_checked_gated_dot(jax.devices()[0])
     assert found.gated_dot == "xla"
     (error,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert "gated_dot does not work on cpu, so XLA's products are used: KernelCheckError: gated_dot 'triton'" in error
+    assert "gated_dot does not work on cpu, so XLA's matmuls are used: KernelCheckError: gated_dot 'triton'" in error
     assert "differs from the reference by" in error
     assert "`jpaged report` writes" in error
     caplog.clear()

@@ -2,8 +2,8 @@
 
 1. The engine starts with the largest programs, which can replace each missing one. On CPU a row's bits are the same in
    every bucket, so answers do not depend on which programs exist.
-2. Threads trace and store the missing programs, one by one. Tracing takes up to 0.3 s a program and holds Python's GIL,
-   which switches threads every 5 ms.
+2. Threads trace and store the missing programs, one by one. Tracing a program holds Python's GIL for up to 0.3 s, but
+   Python switches threads every 5 ms.
 3. Child processes compile them (`worker`). The threads then read the result and add it to the table.
 
 On GPU and TPU a row's bits may differ between buckets, so all programs are compiled before the engine runs.

@@ -180,8 +180,7 @@ class Blueprint:
     def fit_device(self, cache_folder: pathlib.Path | None) -> "FittedBuild":
         """Size the KV pool by the free memory of the devices, which already have the weights.
 
-        On an accelerator, compiles the programs with the largest temporaries. Reuses the pool size of an earlier start
-        if it still fits (`memory.remembered_blocks`).
+        On an accelerator, compiles the programs with the largest temporaries, and may reuse an earlier pool size.
         """
         free = self._free_bytes()
         if free is None:
@@ -402,9 +401,9 @@ def _check_activations(name: str, params: Any, device: Any) -> None:
         return
     if not any(weight.activations == name for weight in quantized_parts(params)):
         usable = {
-            "int8": "in 8 bits without zero points, or on CPU in 4 or 8 bits, to multiply with such activations: use a "
-            "w8a8 checkpoint or quantization='w8a8'",
-            "fp8": "in fp8 to multiply them with: use a checkpoint in fp8 or quantization='fp8'",
+            "int8": "in 8 bits without zero points (on CPU: in 4 or 8 bits), which int8 activations need: use a w8a8 "
+            "checkpoint or quantization='w8a8'",
+            "fp8": "in fp8 (fp8 activations need them): use a checkpoint in fp8 or quantization='fp8'",
         }
         raise ModelLoadError(
             f"quantized_activations={name!r}: the model has no weights {usable[name]}, or leave it at auto"

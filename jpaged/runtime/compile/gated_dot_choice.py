@@ -48,9 +48,8 @@ def checked_implementation(
 ) -> str | None:  # fmt: skip
     """Compare the kernel with its reference on this device. Returns `name`, or "xla" if the kernel fails.
 
-    name: from `named_implementation`. tokens: sizes of the forward programs; those that use the kernel are checked. A
-    kernel fails if its result is wrong or it does not compile. Logs a failure as an error. Raises ModelLoadError
-    instead if the options name the kernel.
+    name: from `named_implementation`. tokens: of the forward programs. Checks each program that uses the kernel. Logs a
+    wrong result or a failed compile as an error, or raises ModelLoadError if the options name the kernel.
     """
     activation, largest = spec.activation.value, None
     try:
@@ -69,7 +68,7 @@ def checked_implementation(
                 "to use another"
             ) from error
         logger.error(
-            "gated_dot does not work on %s, so XLA's products are used: %s. `jpaged report` writes what is needed to "
+            "gated_dot does not work on %s, so XLA's matmuls are used: %s. `jpaged report` writes what is needed to "
             "find out why", device.device_kind, reason,
         )  # fmt: skip
         return "xla"

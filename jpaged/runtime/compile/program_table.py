@@ -75,9 +75,8 @@ def bucket_shapes(
     all other steps. `sample` programs: one per row bucket and sampler variant, fewer for FULL. One `score` program. A
     model that pools has only a forward program per token bucket and a `pool` program per row bucket.
 
-    context: number of devices that share a program's tokens, if each gets `smallest` tokens or more. Decodes are not
-    shared: most of their time goes to reading the weights, and each device must read all of them. Raises ModelLoadError
-    if no program can be shared.
+    context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
+    they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -217,7 +216,7 @@ class ProgramTable:
             except BaseException as error:  # a failed program, or Ctrl-C: do not start the remaining programs
                 pool.shutdown(wait=False, cancel_futures=True)
                 if isinstance(error, KeyboardInterrupt) and progress:
-                    bar.write("stopping when the programs that are being compiled are done", file=sys.stderr)
+                    bar.write("stopping after the programs that are now being compiled", file=sys.stderr)
                 raise
             return cls([future.result() for future in futures], missing)
 

@@ -1,7 +1,7 @@
 """A child process that compiles stored programs while the engine serves.
 
 XLA cannot interrupt a compile, and a large program takes seconds. But a process can be killed, so the engine's process
-exits at once, and no thread outlives the engine. The result is in XLA's compile cache on disk.
+exits at once, and no thread outlives the engine. XLA's compile cache on disk has the result.
 
 Run as `python -m jpaged.runtime.compile.worker FOLDER KERNEL...`. Prints a line when ready. Then it reads requests, one
 JSON object a line, and prints a line after each.

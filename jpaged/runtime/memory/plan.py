@@ -206,7 +206,7 @@ def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None
         raise ModelLoadError(
             f"max_logprobs={most}: the log-probabilities of {max_num_seqs} rows and {count:,} ids take "
             f"{size / 2**20:,.0f} MiB in each step, at most {MAX_LOGPROB_BYTES // 2**20} are possible. Set at most "
-            f"{fits:,}, or lower max_num_seqs. To get those of a few ids, a request can set logprob_token_ids"
+            f"{fits:,}, or lower max_num_seqs. For log-probabilities of a few ids, a request can set logprob_token_ids"
         )
 
 
@@ -295,9 +295,8 @@ def fit(
 ) -> MemoryPlan:
     """Fit the KV pool into memory. A default max_model_len shrinks to the longest that fits.
 
-    dtype: of hidden states. kv_format: of pages; None: `dtype`. free_bytes: free after the weights on an accelerator,
-    for temporaries, the table and the pool; None on CPU. Raises ModelLoadError if no block fits, or if an explicit
-    max_model_len does not fit.
+    dtype: of hidden states. kv_format: of pages; None: `dtype`. free_bytes: left after weights, for temporaries, table
+    and pool; None on CPU. Raises ModelLoadError if not one block fits, or an explicit max_model_len does not.
     """
     kv_format = kv_format or KVFormat(dtype)
     per_block = block_bytes(spec, limits, kv_format, platform)
@@ -345,8 +344,7 @@ def fit(
 def round_down(num_blocks: int) -> int:
     """Keep the 5 most significant bits of the number of blocks.
 
-    The pool's size is in every program's shape. Without rounding, a start with slightly different free memory would
-    recompile every program.
+    Program shapes contain it. Without rounding, slightly different free memory would recompile every program.
     """
     spare = max(0, num_blocks.bit_length() - 5)
     return num_blocks >> spare << spare

@@ -56,7 +56,7 @@ class LeaderRunner:
 
     def set_params(self, params: Any) -> None:
         """Raise EngineError: weights cannot be sent to other nodes."""
-        raise EngineError(f"set_params: the engine has {self._group.size} processes: start all nodes again")
+        raise EngineError(f"set_params: not possible with {self._group.size} processes; start all nodes again")
 
     @property
     def kv_layout(self) -> str:

@@ -102,8 +102,7 @@ class ProcessGroup:
     def join(cls, config: EngineConfig, fingerprint: str) -> "ProcessGroup | None":
         """Connect to the other nodes, before JAX starts its backend. Returns None if the engine has one process.
 
-        fingerprint: of the checkpoint's files. Raises ModelLoadError if nodes do not answer within
-        `config.join_timeout` seconds, or if their facts differ.
+        fingerprint: of the checkpoint. Raises ModelLoadError after `config.join_timeout` s, or if facts differ.
         """
         if config.nnodes == 1:
             return None

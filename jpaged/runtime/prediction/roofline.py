@@ -165,8 +165,7 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
 def collective_costs(traffic: Iterable[Traffic], devices: int, target: Target) -> tuple[CollectiveCost, ...]:
     """Costs of a program's collectives, by kind. Each takes at least a small kernel's time.
 
-    devices: size of a collective without replica groups. Overlap of asynchronous collectives is not predicted: they
-    count in full.
+    devices: size of a collective without replica groups. Asynchronous collectives count in full, without overlap.
     """
     found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for one in traffic:

@@ -1,11 +1,10 @@
 """Logits to tokens. Pure functions over a batch of rows; a row's result does not depend on other rows.
 
 The order is vLLM's: masks, logit_bias, custom logits processors, penalties; then, for random rows, temperature, min_p,
-top_k, top_p, and typical_p last.
+top_k, top_p, typical_p.
 
-The set of kept ids is exact, and is found without sorting the vocabulary (`vocab_search`). For nearly every row the 64
-most likely ids suffice. For other rows, bisection on the bits of the logits finds the exact threshold. Ids as likely as
-the last kept id are kept, too.
+The kept ids are exact, and found without sorting the vocabulary (`vocab_search`). For nearly every row the 64 most
+likely ids suffice. For other rows bisection finds the exact threshold. Ids as likely as the last kept id are kept, too.
 
 A random row draws one uniform number, keyed by the request's seed, the sample's index and the token's position. It
 inverts the cumulative distribution of the 64 candidates, most likely first, or of the vocabulary in two levels. For
@@ -84,8 +83,8 @@ class SamplerOptions:
     processors: tuple[LogitsProcessor, ...] = ()
     # Rows searched at once over the whole vocabulary. 8 rows keep a core busy; accelerators need more.
     rows_per_search: int = 8
-    # Sum over the vocabulary in a fixed order. Else, on CPU, XLA orders sums by their fusion: log-probabilities
-    # of one and eight devices differed in the last bit.
+    # Sum over the vocabulary in a fixed order. Else XLA's order on CPU depends on how it fuses the sum. The last bit of
+    # log-probabilities then differed between one and eight devices.
     fixed_sums: bool = False
 
     @property
@@ -106,7 +105,7 @@ def check_processors(processors: tuple[LogitsProcessor, ...], vocab_size: int) -
             raise RequestError(f"logits_processors.{each.name}", each.function, accepted) from error
         shape, dtype = getattr(made, "shape", None), getattr(made, "dtype", None)
         if shape != row.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            accepted = f"gives {dtype}{shape}, and must give the row's new logits: float32({vocab_size},)"
+            accepted = f"returns {dtype}{shape}, must return the row's new logits: float32({vocab_size},)"
             raise RequestError(f"logits_processors.{each.name}", each.function, accepted)
 
 

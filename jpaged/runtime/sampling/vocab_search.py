@@ -135,8 +135,7 @@ def typical_range(
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:  # fmt: skip
     """Locally typical sampling (Meister et al. 2022). Returns (centre, reach): keep x with |x - centre| <= reach.
 
-    These are the fewest ids, nearest in surprise to the entropy, that together have typical_p of the mass. bisect: find
-    the reach by bisection instead of a sort.
+    These are the fewest ids, nearest in surprise to the entropy, with typical_p of the mass. bisect: without a sort.
     """
     weights = jnp.where(kept, jnp.exp(x), 0.0)
     total = row_sums(weights, fixed=fixed)

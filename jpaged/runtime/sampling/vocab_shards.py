@@ -1,8 +1,8 @@
 """Sampling when each device has the logits of a part of the vocabulary. Results are the same as on one device.
 
 - Greedy sampling exchanges only each part's largest logit and its id.
-- Otherwise an all-to-all gives each device all logits of some rows, which it samples (`by_rows`). So each logit is sent
-  once. An all-gather would send it to every device.
+- Otherwise an all-to-all gives each device all logits of some rows, which it samples (`by_rows`).
+  It sends each logit once. An all-gather would send it to every device.
 """
 
 from collections.abc import Callable

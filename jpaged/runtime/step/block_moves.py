@@ -2,8 +2,7 @@
 
 Moves are separate programs, compiled before ready and run only when needed. Inside a forward program they would add one
 kernel per layer to every step. The device runs programs in the order of dispatch: a block is copied after the step that
-wrote it, and before the step that continues in the copy. The host waits only if the backend has no pinned memory: it
-then downloads a block that moves to the host at once.
+wrote it, and before the step that continues in the copy. Without pinned memory, the host waits for blocks it downloads.
 """
 
 import dataclasses
@@ -52,7 +51,7 @@ def host_slots(swap_space: float, block_bytes: int) -> int:
         )
     slots = int(swap_space * 2**30) // block_bytes
     if not slots:
-        raise ModelLoadError(f"swap_space={swap_space}: one block takes {block_bytes / 2**30:.4f} GiB; raise it, or 0")
+        raise ModelLoadError(f"swap_space={swap_space}: a block has {block_bytes / 2**30:.4f} GiB; raise it, or set 0")
     return slots
 
 

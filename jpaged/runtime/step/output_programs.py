@@ -85,9 +85,8 @@ def uses_extras(shape: OutputShape) -> bool:
 
 # The three functions have the same arguments and return (table, sampling, result), so the runner calls all alike.
 # params: from `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see `uses_extras`.
-# The last argument is int32[2, N]; its second line indexes `hidden`. For `sample` and `pool` it is
-# `DeviceState.output_rows`, which the forward program wrote, so the host uploads nothing; `num_rows` columns are used.
-# `table` and `sampling` are donated.
+# `table` and `sampling` are donated. The last argument is int32[2, N]; its second line indexes `hidden`. `sample` and
+# `pool` use `num_rows` columns of `DeviceState.output_rows`, so the host uploads nothing.
 
 
 def sample(

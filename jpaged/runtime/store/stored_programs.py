@@ -90,8 +90,7 @@ class ProgramStore:
     def load(self, path: pathlib.Path, call: functools.partial[Any], arguments: Any) -> export.Exported:
         """Read a program, or trace, lower and store it.
 
-        Raises ValueError for a custom call outside `kernels`, and for a pytree type that is not registered here.
-        Raises NotImplementedError for a Python callback.
+        Raises ValueError for a custom call outside `kernels` or an unknown pytree, NotImplementedError for a callback.
         """
         stored = read_file(path)
         if stored is not None:
