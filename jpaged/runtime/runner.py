@@ -168,7 +168,7 @@ class ModelRunner:
 
     @staticmethod
     def check(spec: DecoderSpec, params: Params | tuple[Params, ...], config: EngineConfig) -> None:
-        """Raise the ModelLoadErrors of `create` before weights are loaded: for options, and for too little free memory.
+        """Raise ModelLoadError as `create`, for bad options or too little free memory, before weights are loaded.
 
         Allocates nothing. params: the tree of weights, as ShapeDtypeStructs.
         """
@@ -560,7 +560,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _recovering(self, shape: Shape | None = None) -> Generator[None]:
-        """Raise an Exception inside as EngineError, after making the state usable for new requests."""
+        """Raise exceptions inside as EngineError. Before that, make the state usable for new requests."""
         try:
             yield
         except BaseException as error:

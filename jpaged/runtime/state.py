@@ -50,7 +50,7 @@ NUM_FIELDS = len(Field)
 
 
 class Flag(enum.IntFlag):
-    """Bit flags of a row. The first three: fields of `SamplingState` that are valid. Others may have stale data."""
+    """Bit flags of a row. COUNTS, BIAS and MASK name valid fields of `SamplingState`. Other fields may be stale."""
 
     COUNTS = 1
     BIAS = 2

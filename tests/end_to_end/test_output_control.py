@@ -236,7 +236,7 @@ def test_best_of_returns_no_answer_that_failed(llm: LLM):
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (lambda logits: logits[:5], r"float32\(5,\), and must give"),
+        (lambda logits: logits[:5], r"float32\(5,\), must return"),
         (lambda logits, by: logits if by > 0 else -logits, "TracerBoolConversionError"),
         (lambda logits: None, "must return the row's new logits"),
         (lambda logits: logits > 0, r"bool\(4096,\)"),
