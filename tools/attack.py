@@ -3,13 +3,13 @@
     python tools/attack.py hundred --output benchmarks/results/hostile_requests.json
     python tools/attack.py drawn --count 6000 --output benchmarks/results/drawn_requests.json
 
-`hundred` sends each hostile request of the tests, one after the other, and some hostile connections. It reports the
-longest wait of /health with and without them, and the memory that each one adds to the server and its child processes.
+`hundred` sends each hostile request of the tests in turn, then ten hostile connections. It reports the longest wait of
+/health with and without them, and the memory that each request adds to the server and its child processes.
 
-`drawn` draws requests from a seed: fields with unusual values, damaged JSON, and damaged connections. It reports every
-answer that is a server error, is not of OpenAI's shape, or takes too long.
+`drawn` draws requests from a seed: fields with unusual values, damaged JSON, and damaged connections. It reports each
+server error, each error without OpenAI's fields, and each answer that takes too long.
 
-Both start `jpaged serve demo`, and check that every stream gives the same text as without other requests.
+Both start `jpaged serve demo`, and check that every stream returns the same text as without other requests.
 """
 
 import argparse
@@ -56,7 +56,7 @@ OPTIONS = [
     "--max-model-len", "512", "--max-num-seqs", "32", "--row-buckets", "32", "--token-buckets", "64",
     "--max-num-batched-tokens", "64",
 ]  # fmt: skip
-MAX_STALL = 0.1  # seconds that /health may wait longer than without hostile requests
+MAX_STALL = 0.1  # seconds that hostile requests may add to the longest wait of /health
 BODY_FACTOR, BODY_ROOM = 10, 2**20  # memory that a request may add: 10 times its body plus 1 MB
 
 
@@ -65,7 +65,7 @@ BODY_FACTOR, BODY_ROOM = 10, 2**20  # memory that a request may add: 10 times it
 
 @contextlib.contextmanager
 def serving(options: Sequence[str], model: str = "demo") -> Iterator[tuple[subprocess.Popen, int]]:
-    """Start `jpaged serve`. Gives the process and its port, and checks that SIGTERM ends it with status 0."""
+    """Start `jpaged serve`. Yields the process and its port. Exits if SIGTERM does not end it with status 0."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     command = [sys.executable, "-m", "jpaged", "serve", model, "--port", str(port), *options]
@@ -99,7 +99,7 @@ def wait_until_ready(process: subprocess.Popen, port: int, log: Any) -> None:
 
 
 def watch_health(port: int, stop: Any, results: Any) -> None:
-    """In a process of its own: (time, seconds waited) of one /health every 10 ms."""
+    """Ask /health every 10 ms until `stop`. Puts a list of (time, seconds waited) into `results`."""
     waits = []
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while not stop.is_set():
@@ -112,7 +112,7 @@ def watch_health(port: int, stop: Any, results: Any) -> None:
 
 
 def watch_memory(pid: int, stop: Any, results: Any) -> None:
-    """In a process of its own: (time, resident bytes of the server and its child processes) every 5 ms."""
+    """Put a list of (time, `resident(pid)`), sampled every 5 ms until `stop`, into `results`."""
     samples = []
     while not stop.is_set():
         samples.append((time.monotonic(), resident(pid)))
@@ -134,7 +134,7 @@ def resident(pid: int) -> int:
 
 
 def warm_up(port: int) -> None:
-    """Start the server's child processes, whose memory stays: for bodies of two sizes, and for grammars."""
+    """Make the server start its child processes. They keep their memory, so that later requests do not add it."""
     for size in (300_000, 3_000_000):
         ask(port, "POST", COMPLETIONS, b'{"prompt":"' + b"a" * size + b'"}')
     for bodies in good_bodies().values():
@@ -144,7 +144,7 @@ def warm_up(port: int) -> None:
 
 
 class Watch:
-    """A process that samples a figure until `stop`."""
+    """A process that runs `target(*args, stop event, result queue)` until `stop`."""
 
     def __init__(self, target: Callable[..., None], *args: Any):
         context = multiprocessing.get_context("spawn")
@@ -153,7 +153,7 @@ class Watch:
         self._process.start()
 
     def stop(self) -> Any:
-        """End the process and return its samples."""
+        """End the process and return its result."""
         self._stop.set()
         samples = self._results.get(timeout=30)
         self._process.join()
@@ -164,7 +164,7 @@ class Watch:
 
 
 def stream_body(number: int) -> dict[str, Any]:
-    """The body of a stream: greedy, JSON, log-probabilities, or penalties, by its number."""
+    """Body of a stream. `number % 4` chooses greedy, JSON, log-probabilities or penalties."""
     schema = {
         "type": "object", "required": ["name", "size"], "additionalProperties": False,
         "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"type": "integer"}},
@@ -180,7 +180,7 @@ def stream_body(number: int) -> dict[str, Any]:
 
 
 def streamed(port: int, number: int, headers: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str | None]:
-    """Run a stream to its end. Returns its text and finish reason. headers: further ones, such as keys."""
+    """Run a stream to its end. Returns its text and finish reason. headers: additional headers, such as keys."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     sent_headers = {"content-type": "application/json", **headers}
     connection.request("POST", COMPLETIONS, json.dumps(stream_body(number)), sent_headers)
@@ -195,7 +195,7 @@ def streamed(port: int, number: int, headers: Mapping[str, str] = MappingProxyTy
 
 
 def run_streams(port: int, count: int, wanted: list[tuple[str, str | None]], stop: Any, results: Any) -> None:
-    """In a process of its own: run `count` streams again and again. Gives how many ended, and those that differ."""
+    """Repeat streams until `stop`. Puts (ended runs of each stream, runs that differ from `wanted`) into `results`."""
     ended, wrong = [0] * count, []
 
     def run(number: int) -> None:
@@ -217,7 +217,7 @@ def run_streams(port: int, count: int, wanted: list[tuple[str, str | None]], sto
 
 
 def hostile_bodies() -> Iterator[tuple[str, str, bytes]]:
-    """Yield (name, path, body): those of the tests."""
+    """Yield (name, path, body): the hostile bodies of the tests, then four bodies of 12 MB."""
     from tests.serving import hostile_bodies as bodies
 
     for name, (begin, rest, _) in (bodies.FAST | bodies.many_bodies()).items():
@@ -239,10 +239,10 @@ def hostile_bodies() -> Iterator[tuple[str, str, bytes]]:
 
 
 def idle_connections(port: int) -> bytes:
-    """1,100 connections that send nothing for two seconds: more than one address may have."""
+    """Open 1,100 connections that send nothing for two seconds. One address may have 1,024."""
     with contextlib.ExitStack() as stack:
         for _ in range(1_100):
-            # Another address than that of the streams, which must still be able to connect.
+            # Not the address of the streams: they must still be able to connect.
             connection = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
             stack.enter_context(connection)
         time.sleep(2)
@@ -265,7 +265,7 @@ CONNECTIONS: dict[str, Callable[[int], bytes]] = {
 
 
 def hundred(output: Path) -> None:
-    """Send the hostile requests while the streams run, and write the figures."""
+    """Send the hostile requests while the streams run, and write the measurements."""
     with serving(OPTIONS) as (process, port):
         wanted = [streamed(port, number) for number in range(NUM_STREAMS)]
         requests = list(hostile_bodies())
@@ -329,7 +329,7 @@ def _waits(waits: list[float]) -> dict[str, float]:
 
 
 def _status(answer: bytes) -> tuple[int, bytes]:
-    """The status of raw bytes of an answer; 0 if there is none."""
+    """Status of a raw answer, 0 if it has none, and the answer."""
     first = answer.partition(b"\r\n")[0].split()
     return (int(first[1]) if len(first) > 1 and first[1].isdigit() else 0), answer
 
@@ -338,7 +338,7 @@ def _status(answer: bytes) -> tuple[int, bytes]:
 
 
 def drawn(output: Path, count: int, seed: int, clients: int) -> None:
-    """Send drawn requests with several clients while four streams run, and write what is wrong."""
+    """Send drawn requests with several clients while four streams run, and write the findings."""
     statuses: collections.Counter[str] = collections.Counter()
     findings: list[dict[str, Any]] = []
     slow: list[tuple[float, int]] = []
@@ -395,14 +395,13 @@ def drawn(output: Path, count: int, seed: int, clients: int) -> None:
 
 
 def main() -> None:
-    """Run one of the two attacks."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests have the hostile bodies
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.serving.hostile_bodies
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("attack", choices=["hundred", "drawn"])
     parser.add_argument("--output", type=Path, required=True, help="a JSON file")
-    parser.add_argument("--count", type=int, default=6_000, help="of drawn requests")
-    parser.add_argument("--seed", type=int, default=0, help="of the first drawn request")
-    parser.add_argument("--clients", type=int, default=8, help="drawn requests at once")
+    parser.add_argument("--count", type=int, default=6_000, help="number of drawn requests")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first drawn request")
+    parser.add_argument("--clients", type=int, default=8, help="clients that send drawn requests at the same time")
     options = parser.parse_args()
     if options.attack == "hundred":
         hundred(options.output)

@@ -1,11 +1,11 @@
-"""Time a fixed piece of work that resembles the tests, to compare times that different processors took.
+"""Time a fixed workload that resembles the tests, to compare test times of different processors.
 
     python tools/calibrate.py
 
-Most of a test run is tracing in Python and compiling in XLA, in one process per core. This does both for a fixed
-decoder, in as many processes as there are cores, with no compile cache. Prints the processor, the JAX version and the
-seconds: the median of the rounds of all processes. A run that took T seconds on a processor that needs A would take
-about T * B / A on one that needs B. docs/testing.md has the figures of the processors that were measured.
+Most of a test run is tracing in Python and compiling in XLA, in one process per core. This script does both for a fixed
+decoder, in one process per core, without a compile cache. It prints the processor, the JAX version, and the median
+seconds of a round. If that is A seconds on one processor and B on another, a test run of T seconds on the first takes
+about T * B / A on the second. docs/testing.md lists measured processors.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def processor() -> str:
 
 
 def round_of_work(number: int) -> float:
-    """Trace, lower and compile a decoder of LAYERS different layers. number: makes each round's program another."""
+    """Seconds to trace, lower and compile a decoder. `number % 8` sets its width: eight different programs."""
     import jax
     import jax.numpy as jnp
 
@@ -56,13 +56,12 @@ def round_of_work(number: int) -> float:
 
 
 def rounds(count: int) -> list[float]:
-    """Seconds of `count` rounds, after one that imports and warms up."""
+    """Seconds of each of `count` rounds, after a round that imports JAX and warms up."""
     round_of_work(0)
     return [round_of_work(number) for number in range(1, count + 1)]
 
 
 def main() -> None:
-    """Run the work in all processes at once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)

@@ -1,13 +1,13 @@
 """Print what the tests of each folder cost, and compare their counts with the budget.
 
     python -m pytest -n auto tests --costs COSTS
-    python tools/costs.py COSTS                       # a table of folders; --by file, --by test: of these
+    python tools/costs.py COSTS                       # a table of folders; of files or tests with --by
     python tools/costs.py COSTS --budget tests/recording/budget.json   # and exit with 1 if a count exceeds it
     python tools/costs.py COSTS --markdown            # for docs/testing.md
 
 Programs are distinct compile keys, engines are runners that were created, children are processes that tests started
-(tests/recording/costs.py). Programs and engines do not depend on the machine's speed, nor on the worker that a test ran
-in. Only they have a budget. Seconds are sums over workers: two workers took half as long.
+(tests/recording/costs.py). Only programs and engines have a budget: they depend neither on the machine's speed nor on
+the worker. Seconds are sums over workers, so a run with two workers took half of them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Cost:
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]]) -> "Cost":
-        """Sum of the rows. A program that several of them need counts once."""
+        """Sum of the rows. A program that several tests need counts once. `max_rss_mib` is the maximum."""
         seconds, cpu, engines, children = (
             sum(row[name] for row in rows) for name in ("seconds", "cpu_seconds", "engines", "children")
         )
@@ -44,7 +44,7 @@ class Cost:
 
 
 def read(folders: Iterable[Path]) -> list[dict[str, Any]]:
-    """Rows of all tests in folders that `--costs` wrote."""
+    """Rows of all tests, from folders that `pytest --costs` wrote."""
     return [json.loads(line) for each in folders for file in sorted(each.glob("*.jsonl")) for line in file.open()]
 
 
@@ -64,7 +64,6 @@ def costs(rows: list[dict[str, Any]], by: str = "folder") -> dict[str, Cost]:
 
 
 def table(found: dict[str, Cost], markdown: bool) -> str:
-    """Text of the table."""
     heads = ("seconds", "CPU seconds", "tests", "engines", "programs", "children", "MiB")
     rows = [
         (name, f"{c.seconds:.1f}", f"{c.cpu_seconds:.1f}", *map(str, dataclasses.astuple(c)[2:]))
@@ -81,7 +80,7 @@ def table(found: dict[str, Cost], markdown: bool) -> str:
 
 
 def exceeded(found: dict[str, Cost], budget: dict[str, dict[str, int]]) -> list[str]:
-    """Counts above the budget of their folder. A folder without a budget may compile and start nothing."""
+    """Counts above the budget of their folder. The budget of a folder that `budget` lacks is 0."""
     return [
         f"{folder}: {count} {name}, and its budget is {allowed}"
         for folder, cost in found.items()
@@ -91,7 +90,6 @@ def exceeded(found: dict[str, Cost], budget: dict[str, dict[str, int]]) -> list[
 
 
 def main() -> int:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("costs", type=Path, nargs="+", help="folders that `--costs` wrote")
     parser.add_argument("--by", choices=("folder", "file", "test"), default="folder")

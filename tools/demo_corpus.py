@@ -31,8 +31,8 @@ class Corpus:
 def without_docstrings(text: str) -> str:
     """Return Python source without docstrings and the blank lines after them. A body left empty becomes `pass`.
 
-    Docstrings are 20% of the library, and English. A model of this size that learns them answers most functions
-    greedily with a docstring that does not end. Text that does not parse is returned unchanged.
+    Docstrings are 20% of the library, in English. A model of this size that learns them continues most functions, with
+    greedy decoding, by a docstring that does not end. Text that does not parse is returned unchanged.
     """
     try:
         tree = ast.parse(text)
@@ -59,10 +59,7 @@ def without_docstrings(text: str) -> str:
 
 
 def read_corpus(root: pathlib.Path) -> Corpus:
-    """Read every .py file under `root` without docstrings, except those in LEFT_OUT.
-
-    5% of the files are held out, chosen by the SHA-256 of their paths.
-    """
+    """Read every .py file under `root` outside LEFT_OUT. Holds out 5% of them, chosen by the SHA-256 of their paths."""
     train, held_out, digest = [], [], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -81,7 +78,7 @@ def read_corpus(root: pathlib.Path) -> Corpus:
 
 
 def held_out_sample(corpus: Corpus) -> str:
-    """Return the beginnings of all held-out files, up to 4,096 characters and whole lines each."""
+    """Return the start of every held-out file, joined: whole lines, at most 4,096 characters of each file."""
     begins = [text if len(text) <= 4096 else text[: text.rindex("\n", 0, 4096) + 1] for text in corpus.held_out]
     return "".join(begins)
 
@@ -89,7 +86,7 @@ def held_out_sample(corpus: Corpus) -> str:
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
     """Train byte-level BPE (a tokenizers.Tokenizer) on `texts`.
 
-    Newlines are never merged with other text, so that a prompt may end in one. Numbers are split into three digits.
+    Newlines are never merged with other text, so a prompt may end in one. Numbers are split every three digits.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -130,9 +127,8 @@ class Stream:
         """Return the windows with these numbers, int32[len(numbers), length + 1].
 
         The starts of windows 0, 1, 2, ... follow the golden-ratio sequence, which covers the text evenly without state.
-        Every other start is then moved to the next opening, so that the model sees texts that begin with a function or
-        a class.
-        numbers: int64.
+        Every other start then moves to the next opening, so that the model sees texts that begin with a definition.
+        numbers: int64[N], numbers of windows.
         offset:  start of the sequence, in [0, 1).
         """
         golden = (math.sqrt(5.0) - 1.0) / 2.0
@@ -143,7 +139,7 @@ class Stream:
         return self.ids[starts[:, None] + np.arange(length + 1)]
 
     def windows(self, length: int, count: int | None = None) -> np.ndarray:
-        """Return consecutive windows, int32[windows, length + 1]; with `count`, that many of them, evenly spread."""
+        """Return windows, int32[windows, length + 1]: all consecutive ones, or `count` of them, evenly spread."""
         total = (len(self.ids) - 1) // length
         chosen = np.arange(total) if count is None else np.arange(count) * total // count
         return self.ids[chosen[:, None] * length + np.arange(length + 1)]

@@ -16,14 +16,14 @@ from typing import Any
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 PROMPT = "def read_settings(path):\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
-SECONDS = 60.0  # of any answer
-MAX_MESSAGE = 2_000  # characters of an error
+SECONDS = 60.0  # timeout of any answer
+MAX_MESSAGE = 2_000  # longest error message, in characters
 
 
 def ask(
     port: int, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[int, bytes]:
-    """Send one request on a new connection. Returns the status and the answer. headers: further ones, such as keys."""
+    """Send a request on a new connection. Returns status and body. headers: additional headers, such as keys."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # answered before the end of the body
@@ -35,7 +35,7 @@ def ask(
 
 
 def raw(port: int, data: bytes, *, seconds: float = 3.0, piece: int = 65_536, pause: float = 0.0) -> bytes:
-    """Send bytes in pieces, and return the answer until the connection is closed or `seconds` are over."""
+    """Send bytes in pieces. Returns the bytes of the answer until the connection closes or `seconds` have passed."""
     answer, end = b"", time.monotonic() + seconds
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ KEYS = [
     "properties", "items", "enum", "$ref", "pattern", "schema", "json_schema", "strict", "structural_tag",
     "whitespace_pattern", "min_count", "arguments", "include_usage", "0", "5", "-1", "x" * 100, "",
 ]
-# Values that a request may have, also together: most of these requests are answered.
+# Valid values. The server answers most requests that combine them.
 USUAL: dict[str, list[Any]] = {
     "temperature": [0, 0.7, 2.0], "top_p": [0.1, 0.9, 1.0], "top_k": [-1, 0, 1, 50], "min_p": [0.0, 0.5],
     "typical_p": [0.2, 1.0], "seed": [0, -5, 2**40], "n": [1, 2, 4], "best_of": [2, 4], "stop": ["a", ["e", "\n"]],
@@ -114,7 +114,7 @@ def value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def good_bodies() -> dict[str, list[dict[str, Any]]]:
-    """Valid bodies of each path: where mutations begin."""
+    """Valid bodies of each path. `drawn_request` changes them."""
     talk = [{"role": "user", "content": "x = 1"}]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
@@ -164,7 +164,7 @@ def mutate(rng: random.Random, body: Any) -> Any:
 
 
 def drawn_request(seed: int) -> tuple[str, str, bytes, str]:
-    """Draw (method, path, body, kind): the kind is how it is sent."""
+    """Draw (method, path, body, kind). `sent` has the kinds: how the request is sent."""
     rng, names = random.Random(seed), field_names()
     bodies = good_bodies()
     path = rng.choices(list(bodies), [10, 10, 2, 0.3, 0.3, 0.2, 0.2, 0.2])[0]
@@ -189,7 +189,7 @@ def drawn_request(seed: int) -> tuple[str, str, bytes, str]:
 
 
 def damaged(rng: random.Random, text: bytes) -> bytes:
-    """JSON with bytes removed, changed, repeated or added."""
+    """Return JSON text with bytes removed, changed, repeated or added."""
     at = rng.randrange(len(text) + 1)
     return rng.choice([
         text[:at], text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :], text + text, text[:at] + text[at // 2 :],
@@ -200,7 +200,7 @@ def damaged(rng: random.Random, text: bytes) -> bytes:
 
 
 def sent(port: int, method: str, path: str, body: bytes, kind: str, rng: random.Random) -> tuple[int, bytes]:
-    """Send a request in its way. Returns the status and the answer's body; 0 if the client did not wait for it."""
+    """Send a request as `kind` says. Returns the answer's status and body; status 0 if the client does not wait."""
     if kind == "whole":
         return ask(port, method, path, body)
     head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n".encode()

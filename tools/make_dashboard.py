@@ -2,7 +2,7 @@
 
     python tools/make_dashboard.py
 
-The panels are a table below. A test checks that the committed file is what this script writes, that every metric in an
+`ROWS` is the table of panels. Tests check that the committed file equals this script's output, that every metric in an
 expression exists, and that a real Prometheus returns data for every expression.
 """
 
@@ -24,25 +24,25 @@ class Panel:
     """One graph. queries: (expression in PromQL, legend)."""
 
     title: str
-    unit: str  # of Grafana: "s", "short", "percentunit", "reqps"
+    unit: str  # a unit of Grafana: "s", "short", "percentunit", "reqps"
     queries: tuple[tuple[str, str], ...]
     text: str = ""
 
 
 def rate(metric: str, by: str = "") -> str:
-    """Return the rate of a counter, summed over servers; by: label to keep."""
+    """Return the query for the rate of a counter, summed over servers. by: label to keep."""
     kept = f" by ({by})" if by else ""
     return f"sum{kept} (rate({metric}{{{MODEL}}}{RATE}))"
 
 
 def gauge(metric: str, by: str = "", how: str = "sum") -> str:
-    """Return a gauge over all servers; by: label to keep."""
+    """Return the query for a gauge over all servers. by: label to keep. how: aggregation."""
     kept = f" by ({by})" if by else ""
     return f"{how}{kept} ({metric}{{{MODEL}}})"
 
 
 def quantiles(metric: str) -> tuple[tuple[str, str], ...]:
-    """Return the median, the 90th and the 99th percentile of a histogram."""
+    """Return queries for the median, the 90th and the 99th percentile of a histogram."""
     buckets = f"sum by (le) (rate({metric}_bucket{{{MODEL}}}{RATE}))"
     return tuple((f"histogram_quantile({share}, {buckets})", name) for share, name in SHARES)
 
@@ -51,7 +51,7 @@ SHARES = ((0.5, "p50"), (0.9, "p90"), (0.99, "p99"))
 
 
 def mean(metric: str) -> str:
-    """Return the mean of a histogram over the last interval."""
+    """Return the query for the mean of a histogram over the last interval."""
     return f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}"
 
 
@@ -191,7 +191,6 @@ def _model_name() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the file."""
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     TARGET.write_text(json.dumps(dashboard(), indent=2) + "\n", encoding="utf-8")
 

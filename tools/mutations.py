@@ -8,13 +8,13 @@ REACH and COSTS are folders of a test run with Python 3.12:
 
     python -m pytest -n auto tests -m 'not soak and not deviceless' --reach REACH --costs COSTS
 
-A mutation changes one operator, condition, constant or call of a function. `draw` takes as many from each folder of
-the product as the square root of its lines gives, and at least two. `run` changes one copy of the checkout per core.
-It runs the tests that reach the line, cheapest first, until one fails. Slow tests run only if no default test failed.
-Tests that reach the line only through a program that another test of their file traced come last.
+A mutation changes one operator, condition, constant or call of a function. `draw` takes from each product folder a
+number of mutations proportional to the square root of its lines, and at least two. `run` changes one copy of the
+checkout per core. It runs the tests that reach the line, cheapest first, until one fails. Then come other tests of the
+same files: they may use a program that another test traced. Slow tests run only if no default test failed.
 
-A mutation is found if a test fails, crashes or does not end. A test that also fails without the mutation is left out.
-`--seconds` bounds the tests of a mutation: the sum of what they took in COSTS, for default and for slow tests each.
+A mutation is found if a test fails, crashes or does not end. Tests that fail without it do not count.
+`--seconds` limits the sum of the tests' seconds in COSTS, for the default and for the slow tests of each mutation.
 """
 
 import argparse
@@ -56,7 +56,7 @@ ARITHMETIC: dict[type[ast.AST], type[ast.operator]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A piece of a file, and what replaces it. Lines count from 1, columns (in bytes) from 0."""
+    """A piece of a file and its replacement. Lines count from 1, columns (in bytes) from 0."""
 
     file: str
     line: int
@@ -68,7 +68,7 @@ class Mutation:
 
     @property
     def name(self) -> str:
-        """Where it is and what it does, in one line."""
+        """Position and replacement, in one line."""
         return f"{self.file}:{self.line}: {_short(self.before)} -> {_short(self.after)}"
 
     def apply(self, source: str) -> str:
@@ -124,13 +124,13 @@ def replacements(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
 
 
 def mutations_of(file: str) -> list[Mutation]:
-    """All mutations of the functions of a file. Annotations, decorators, defaults and error messages are left out."""
+    """All mutations of a file's function bodies, without annotations, f-strings, `raise` and `assert` statements."""
     source = (ROOT / file).read_text("utf-8")
     found = []
 
     def visit(node: ast.AST, inside: bool) -> None:
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
-            return  # what an error says is not drawn
+            return  # texts of errors are not mutated
         if inside:
             for new in replacements(node):
                 before = ast.get_source_segment(source, node)
@@ -168,7 +168,7 @@ def draw(count: int, seed: int) -> list[Mutation]:
 
 
 def reaching(mutations: Sequence[Mutation], folder: Path) -> dict[Mutation, tuple[set[str], set[str]]]:
-    """Tests that reach each mutation, and further tests of files with such a test."""
+    """For each mutation: the tests that reach it, and the other tests of their files."""
     lines = {one: (one.file, range(one.line, one.end_line + 1)) for one in mutations}
     found: dict[Mutation, set[str]] = {one: set() for one in mutations}
     of_file = defaultdict(set)
@@ -198,7 +198,7 @@ def costs_of(folder: Path) -> dict[str, tuple[float, bool]]:
 
 
 def within_seconds(tests: Sequence[str], costs: dict[str, tuple[float, bool]], seconds: float) -> list[str]:
-    """As many of the tests, in their order, as fit."""
+    """The first tests, at least one, whose `costs` sum to at most `seconds`."""
     chosen, total = [], 0.0
     for test in tests:
         total += costs[test][0]
@@ -224,7 +224,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> str:
             status = -signal.SIGALRM
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # with the processes that tests have left
+                os.killpg(child.pid, signal.SIGKILL)  # also ends processes that tests left running
             child.wait()
     text = report.read_text(errors="replace")
     if status == 0:
@@ -238,7 +238,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> str:
 
 
 def judge(mutation: Mutation, tree: Path, default: Sequence[str], slow: Sequence[str]) -> dict[str, Any]:
-    """Run the tests of a mutation in a tree that only this call uses."""
+    """Run the tests of a mutation in a tree that only this call uses. Returns its row of the results."""
     path = tree / mutation.file
     source = path.read_text("utf-8")
     row = {"mutation": dataclasses.asdict(mutation), "default_tests": len(default), "slow_tests": len(slow)}
@@ -259,7 +259,7 @@ def judge(mutation: Mutation, tree: Path, default: Sequence[str], slow: Sequence
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the tests of every mutation, and write a line for each."""
+    """Run the tests of every mutation, and write a line of results for each."""
     mutations = [Mutation(**row) for row in json.loads(args.mutations.read_text())]
     reached, costs = reaching(mutations, args.reach), costs_of(args.costs)
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +290,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace) -> None:
-    """Print the counts, and the mutations that no test found, of one or two runs."""
+    """Print the counts of each run, and the mutations that no test found."""
     for path in args.results:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         kinds = [row["kind"] for row in rows]
@@ -303,7 +303,6 @@ def show(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw", help="draw mutations")
@@ -315,7 +314,7 @@ def main() -> None:
     running.add_argument("results", type=Path)
     running.add_argument("--reach", type=Path, required=True)
     running.add_argument("--costs", type=Path, required=True)
-    running.add_argument("--seconds", type=float, default=60, help="of default, and of slow tests, for a mutation")
+    running.add_argument("--seconds", type=float, default=60, help="for the default and the slow tests each")
     running.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     showing = commands.add_parser("show", help="print the results of runs")
     showing.add_argument("results", type=Path, nargs="+")

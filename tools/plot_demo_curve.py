@@ -16,7 +16,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Write the picture."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     record = json.loads((ROOT / "jpaged" / "demo_model" / "training_curve.json").read_text("utf-8"))
     curve, recipe = record["curve"], record["recipe"]

@@ -55,10 +55,7 @@ async def until(engine: AsyncLLM, name: str, prompt: str, tokens: int) -> None:
 
 
 async def watch(engine: AsyncLLM) -> EngineSnapshot:
-    """Take a snapshot of the pool while six requests run. Four of them have a common prefix, and one has three answers.
-
-    Another request with the common prefix has ended before.
-    """
+    """Take a snapshot of the pool while six requests run: four have a common prefix, one of the others has `n` = 3."""
     await until(engine, "finished", COMMON + "def copy(source, target):\n", 50)  # its blocks stay in the prefix index
     running = [asyncio.create_task(until(engine, *it, 10**9)) for it in (BEGUN_ALIKE | ALONE).items()]
     while True:
@@ -74,9 +71,8 @@ async def watch(engine: AsyncLLM) -> EngineSnapshot:
 
 
 def main() -> None:
-    """Write the picture."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    # A pool of 96 blocks: small enough that each can be seen.
+    # 96 blocks: few enough to see each.
     small: dict[str, Any] = {
         "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 9 * 2**20,
     }  # fmt: skip

@@ -2,7 +2,7 @@
 
     python tools/record_beams.py      # needs the extra `reference` (torch)
 
-Models: prompts around the edge of a block, float32 on one CPU thread. End tokens are chosen from the tokens of the
+Models: prompts around a block boundary, float32 on one CPU thread. End tokens are chosen from the tokens of the
 beams. An answer is recorded only if three conditions hold:
 - Hypotheses ended at different times before `max_new_tokens`.
 - Beams forked again after the first step.
@@ -39,7 +39,7 @@ MAX_TRIES = 30     # choices of end tokens tried per case
 
 
 class Watch:
-    """Observes a search by wrapping three methods of the model: margins of decisions, ends of hypotheses, forks."""
+    """Records margins of decisions, ends of hypotheses and forks of a search. Wraps three methods of the model."""
 
     def __init__(self, model: Any, params: BeamParams):
         self.margin = float("inf")        # smallest margin of all decisions
@@ -116,7 +116,7 @@ class Search:
 
     @property
     def num_stopped(self) -> int:
-        """Number of returned sequences that an end token ended."""
+        """Number of returned sequences that end with an end token."""
         return sum(answer[0][-1] in self.params.end_token_ids for answer in self.answers)
 
 

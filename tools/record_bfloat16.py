@@ -2,9 +2,9 @@
 
     python tools/record_bfloat16.py      # needs the extra `reference` (torch)
 
-For the first variant of every family in tests/golden, the recorded answers are computed in one pass, in float32 and in
-bfloat16. The mean absolute difference of their tokens' log-probabilities is written to tests/golden/bfloat16.json.
-tests/models/test_bfloat16.py compares jpaged's difference with it.
+For the first variant of every family in tests/golden, one forward pass in float32 and one in bfloat16 score each
+recorded answer. tests/golden/bfloat16.json gets the mean absolute difference of the tokens' log-probabilities.
+tests/models/test_bfloat16.py compares jpaged's difference with this number.
 """
 
 import argparse

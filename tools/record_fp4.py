@@ -2,9 +2,9 @@
 
     python tools/record_fp4.py      # needs the extra `reference` (torch, compressed-tensors)
 
-The weights are packed by the library from random numbers, or are random bytes with extreme scales. The file
-tests/golden/quantized/fp4.json has the packed tensors and the bits of the decompressed ones, in bfloat16.
-tests/loading/test_fp4.py compares them with jpaged's.
+The weights are random numbers that the library packs, or random bytes with extreme scales. The file
+tests/golden/quantized/fp4.json has the packed tensors and the bits of the decompressed tensors, in bfloat16.
+tests/loading/test_fp4.py compares jpaged's tensors with them.
 """
 
 import base64
@@ -56,9 +56,9 @@ def packed(kind: str, compressor: Any, scheme: QuantizationScheme) -> dict[str, 
 
 
 def extremes(kind: str) -> dict[str, torch.Tensor]:
-    """All codes with the smallest and largest scales, and some between.
+    """Random codes with the smallest and largest scales, and some between.
 
-    XLA on CPU rounds numbers below 2^-126 to 0, so bytes 0 and 1 of MXFP4 are left out.
+    MXFP4 has no scale bytes 0 and 1 here: XLA on CPU rounds numbers below 2^-126 to 0.
     """
     codes = torch.randint(0, 256, (OUT, IN // 2), dtype=torch.uint8)
     if kind == "mxfp4":

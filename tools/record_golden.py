@@ -2,10 +2,9 @@
 
     python tools/record_golden.py [NAME …]      # needs the extra `reference` (torch)
 
-For every variant and prompt it records 40 greedy tokens, in float32 on one CPU thread, one prompt at a time. Each token
-has its log-probability and the five most likely tokens. A seed is accepted only if its answers separate a right
-implementation from a wrong one. Each must have at least 8 different tokens, and the two best tokens must never be so
-close that rounding decides.
+For every variant and prompt it records greedy tokens (mostly 40), in float32 on one CPU thread, one prompt at a time.
+Each token has its log-probability and the five most likely tokens. A seed is accepted only if a wrong implementation
+would give other answers: each answer has at least 8 different tokens, and rounding never decides between the best two.
 """
 
 import argparse
@@ -31,7 +30,7 @@ MAX_SEEDS = 200
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help="record the variants NAME and NAME-…; default: all that are small")
+    parser.add_argument("names", nargs="*", help="record the variants NAME and NAME-…; default: all small variants")
     names = parser.parse_args().names
     chosen = [v for v in VARIANTS if not names or any(v.name == n or v.name.startswith(f"{n}-") for n in names)]
     chosen += [FULL_SIZE] * (FULL_SIZE.name in names)
@@ -69,7 +68,7 @@ def record(variant: Variant) -> None:
 
 
 def dequantise(folder: Path) -> None:
-    """Replace matrices in fp8 by float32. Transformers 5.24 refuses a matrix whose last block is not full.
+    """Replace fp8 matrices with float32. Transformers 5.24 refuses a matrix with an incomplete last block.
 
     DeepSeek's own `inference/fp8_cast_bf16.py` computes the same: code * scale of the block.
     """

@@ -2,8 +2,8 @@
 
     python tools/record_pooling.py      # needs the extra `reference` (torch)
 
-Every prompt is computed alone, in float32 on one CPU thread. Classifiers give their scores. Other models give the last
-token's hidden state after the final norm, scaled to length 1.
+Every prompt is computed alone, in float32 on one CPU thread. For classifiers it records the scores, for other models
+the last token's hidden state after the final norm, scaled to length 1.
 """
 
 import argparse

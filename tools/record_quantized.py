@@ -3,7 +3,7 @@
     python tools/record_quantized.py FOLDER [FOLDER ...] --model DENSE --text FILE --out RESULTS.json
 
 Needs torch, Transformers and compressed-tensors. It compares the dequantised weights with an unpacking in numpy, bit by
-bit, and scores the text in float32, in windows as `jpaged bench quality` does. The first row is the dense model.
+bit, and scores the text in float32, in windows as `jpaged bench quality` does. The dense model is printed first.
 """
 
 import argparse
@@ -22,7 +22,7 @@ WINDOW = 1024
 
 
 def unpack(words: np.ndarray, count: int) -> np.ndarray:
-    """4-bit codes of int32[rows, n], less 8."""
+    """Unpack int32[rows, n] to 4-bit codes minus 8, float32[rows, count]."""
     nibbles = words.view("<u4")[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
     return nibbles.reshape(words.shape[0], -1)[:, :count].astype(np.float32) - 8
 
@@ -83,12 +83,12 @@ def main() -> None:
     result |= {"perplexity_dense": dense, "rows": rows}
     for folder in arguments.folders:
         expected = dequantized(folder)
-        # The weights are decompressed in the first forward pass. Activations are rounded where the scheme says so.
+        # The first forward pass decompresses the weights. Activations are rounded if the scheme quantises them.
         model = load(folder, dtype=torch.float32)
         found = perplexity(model, windows)
         weights = model.state_dict()
         equal = [np.array_equal(weights[name].numpy(), value) for name, value in expected.items()]
-        # Transformers' other way to load, without rounding of activations. It multiplies in the dtype of the scales.
+        # `dequantize` loads dense weights, without rounding of activations. It multiplies in the dtype of the scales.
         plain = transformers.CompressedTensorsConfig(dequantize=True)
         model = load(folder, dtype=torch.float32, quantization_config=plain)
         weights, dtype = model.state_dict(), scale_dtype(folder)

@@ -2,9 +2,9 @@
 
     python tools/record_sampling.py      # needs the extra `reference` (torch)
 
-The processors are applied in vLLM's order (tests/sampling/sampling_oracle.py), in float64. There are three differences:
-- Transformers' NoBadWords also searches the prompt. It gets the output only, as in vLLM.
-- Transformers' top_p may keep only some of several equal logits, in sort order. It is recorded without ties.
+The processors run in vLLM's order (tests/sampling/sampling_oracle.py), in float64. There are three differences:
+- Transformers' NoBadWords also searches the prompt. Here it gets only the output, as in vLLM.
+- Transformers' top_p may keep only some of several equal logits, in sort order. It is recorded only without ties.
 - Transformers has no frequency and presence penalties, so they are not recorded.
 """
 

@@ -4,8 +4,8 @@
     python tools/same_programs.py after             # at the new one
     python tools/same_programs.py after --compare before
 
-Writes the text of every program of some models to a folder, without metadata and places in the source. `--target h200`
-or `v5e` compiles for a device that is missing, and needs JAX's package for it.
+Writes the text of every program of some models to a folder, without metadata and source positions. `--target h200` or
+`--target v5e` compiles without the device, and needs JAX's package for it.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 } | {"classifier": QWEN3_CLASSIFIER.config}
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 BLOCKS = 64
-# Lines of the tables of places, and what refers to them.
+# Tables of source positions, and references to them.
 TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d.*\n)*\n?", re.MULTILINE)
 PLACES = re.compile(r",? ?(metadata=\{[^{}]*\}|stack_frame_id=\d+|source_(file|line)=[^ ,}]+)")
 SOURCES = re.compile(r"(?<=kernel\.)[0-9a-f]{16}(?=\")")  # digest of a native kernel's sources, comments included
@@ -50,24 +50,8 @@ ESCAPED = re.compile(rb'\\([0-9A-F]{2}|[\\"])')
 
 
 def without_places(text: str) -> str:
-    """The text of a program without metadata, places in the source, and digests of sources. Kernels are readable."""
-    text = FINGERPRINT.sub("", SOURCES.sub("", PLACES.sub("", TABLES.sub("", text))))
-    text = TRITON.sub(lambda found: kernel_text(unescaped(found[0].encode("latin-1"))), text)
-    return MOSAIC.sub(lambda found: kernel_text(base64.b64decode(found[0])), text)
-
-
-def unescaped(text: bytes) -> bytes:
-    """The bytes of a string in HLO text, whose escapes are two hexadecimal digits, a backslash or a quote."""
-    return ESCAPED.sub(lambda found: found[1] if len(found[1]) == 1 else bytes.fromhex(found[1].decode()), text)
-
-
-def kernel_text(bytecode: bytes) -> str:
-    """The text of an MLIR module without locations."""
-    with ir.Context() as context:
-        context.allow_unregistered_dialects = True
-        triton.register_dialect(context)
-        tpu.register_dialect(context)
-        return str(ir.Module.parse(bytecode))
+    """The text of a program without metadata, source positions, and digests of sources."""
+    return SOURCES.sub("", PLACES.sub("", TABLES.sub("", text)))
 
 
 def programs(config: dict[str, Any], target: Target) -> dict[str, str]:

@@ -1,20 +1,19 @@
-"""Fuzz a server by its own OpenAPI document with schemathesis, while 16 streams run. Linux only.
+"""Fuzz a server with schemathesis, from its OpenAPI document, while 16 streams run. Linux only.
 
     python -m venv FOLDER && FOLDER/bin/pip install schemathesis==4.32.5
     python tools/schema_fuzz.py --schemathesis FOLDER/bin/schemathesis --output benchmarks/results/schema_fuzz.json
 
 It starts `jpaged serve demo` with an API key and an admin key, and reads /openapi.json. schemathesis then sends
-requests that follow the document, and requests that do not. It reports each answer that is a server error, or that the
-document does not describe: its status, its type, its headers or its body.
+requests that follow the document, and requests that do not. It reports each server error, and each answer with a
+status, type, header or body that the document does not describe.
 
-There are three runs. The first has the routes that need the API key or none. The second has the admin routes that hold
-no request back. The third has the admin routes that pause, drain or put to sleep. 16 streams run again and again during
-the first two runs. Each text must be that of `jpaged.LLM`. The third run would end those streams, so they run once more
-after it.
+There are three runs. The first has the routes that need the API key or none. The third has the admin routes that pause,
+drain or put to sleep, the second all other admin routes. 16 streams repeat during the first two runs. Each text must
+equal the text of `jpaged.LLM`. The third run would end the streams, so they run once more after it.
 
-Two things are changed in the document for the fuzzing. `model` may only be the served name: otherwise most requests
-would name a model that does not exist. And keys are sent in one header only, Authorization: schemathesis would send a
-wrong key in one header next to the right key in the other one, and expect 401.
+The fuzzed document differs in two ways. `model` may only be the served name: otherwise most requests would name a
+missing model. Keys are sent in the header Authorization only: schemathesis would send a wrong key in one header next to
+the right key in another header, and expect 401.
 """
 
 import argparse
@@ -38,13 +37,13 @@ from drawn_requests import ask
 from jpaged.cli.common.results import machine
 
 API, ADMIN = {"Authorization": "Bearer talk"}, {"Authorization": "Bearer look"}  # `ignored_auth` needs the capital
-HOLDING = ("pause", "resume", "sleep", "wake_up", "drain")  # ends of the paths of the third run
+HOLDING = ("pause", "resume", "sleep", "wake_up", "drain")  # path suffixes of the third run
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
     "response_schema_conformance", "negative_data_rejection", "unsupported_method", "use_after_free", "ignored_auth",
 )  # fmt: skip
-X_SCHEMES = {"x_api_key", "x_admin_key"}  # of the document
-PHASES = "coverage,fuzzing"  # of schemathesis; links, which the phase stateful follows, have only the API routes
+X_SCHEMES = {"x_api_key", "x_admin_key"}  # security schemes that the fuzzed document lacks
+PHASES = "coverage,fuzzing"  # of schemathesis. The phase `stateful` follows links: only API routes have any
 LLM_OPTIONS: dict[str, Any] = {
     "max_model_len": 512, "max_num_seqs": 32, "row_buckets": (32,), "token_buckets": (64,),
     "max_num_batched_tokens": 64,
@@ -69,7 +68,7 @@ def offline_answers() -> list[tuple[str, str | None]]:
 
 
 def answered(port: int) -> dict[str, dict[str, int]]:
-    """Answers of the server so far, by route and class of status. The streams are among them."""
+    """Count the server's answers so far, by route and status class. The streams are included."""
     counts: dict[str, dict[str, int]] = {}
     text = ask(port, "GET", "/metrics", headers=API)[1].decode()
     for route, status, count in re.findall(r'http_requests_total{handler="([^"]*)".*status="(\dxx)"} ([\d.]+)', text):
@@ -102,7 +101,7 @@ class Streams:
                 return
 
     def stop(self) -> list[int]:
-        """Wait for the streams that run. Returns the number of finished streams of each kind."""
+        """Wait for the running streams. Returns how often each of the 16 streams ended."""
         self._stop.set()
         for run in self._runs:
             run.result()
@@ -114,7 +113,7 @@ def fuzz(
     document: Path, port: int, options: argparse.Namespace, paths: Sequence[str], key: Mapping[str, str],
     phases: str, seconds: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run schemathesis on some paths. Returns its figures and findings."""
+    """Run schemathesis on some paths. Returns its counts and findings."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             options.schemathesis, "run", str(document), "--url", f"http://127.0.0.1:{port}",
@@ -141,12 +140,11 @@ def fuzz(
 
 
 def main() -> None:
-    """Run both runs, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemathesis", default="schemathesis", metavar="FILE", help="its command")
+    parser.add_argument("--schemathesis", default="schemathesis", metavar="FILE", help="the schemathesis command")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--examples", type=int, default=30, help="requests of each operation in a phase")
-    parser.add_argument("--max-seconds", type=int, default=600, help="of the first run; a sixth of them of the others")
+    parser.add_argument("--max-seconds", type=int, default=600, help="limit of the first run; a sixth of it for the others")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     version = subprocess.run([options.schemathesis, "--version"], capture_output=True, text=True, check=True).stdout

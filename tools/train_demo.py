@@ -126,10 +126,11 @@ def blocked_causal_attend(
     options: AttentionOptions,
     sinks: Array | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:
-    """Compute `decoder.dense_causal_attend` in blocks: one KV head, one sequence, 256 queries. Scores are recomputed.
+    """Compute `decoder.dense_causal_attend` in blocks of one KV head, one sequence and 256 queries.
 
-    The scores of a block fit into the CPU's cache. Forward and backward of 4 x 2,048 tokens take 209 ms per layer, and
-    502 ms with whole sequences (two Zen 5 cores, float32). Supports causal masks and the scale, and no other option.
+    The scores of a block fit into the CPU's cache, and the backward pass recomputes them. Forward and backward of
+    4 x 2,048 tokens take 209 ms per layer, 502 ms with whole sequences (two Zen 5 cores, float32). Supports
+    causal masks and the scale, no other option.
     """
     batch, length = metadata.shape
     q, k, v = projection.finish()
@@ -190,7 +191,7 @@ def mean_loss(params: decoder.Params, windows: np.ndarray) -> float:
 
 
 def loss_by_position(params: decoder.Params, windows: np.ndarray, width: int = 256) -> dict[str, float]:
-    """Return the mean loss at positions 0 to 255, 256 to 511 and so on. It falls as long as the model uses context."""
+    """Return the mean loss at positions 0 to 255, 256 to 511 and so on. It falls while more context helps the model."""
     losses = [np.asarray(jax.jit(token_losses)(params, windows[i : i + 4])) for i in range(0, len(windows), 4)]
     means = np.concatenate(losses).reshape(len(windows), -1, width).mean((0, 2), dtype=np.float64)
     return {f"{i * width}-{(i + 1) * width - 1}": float(mean) for i, mean in enumerate(means)}
@@ -301,8 +302,8 @@ def save_checkpoint(work: pathlib.Path, state: Any, progress: Progress, recipe: 
 def load_checkpoint(work: pathlib.Path, like: Any, recipe: Recipe | None = None) -> tuple[Any, Progress]:
     """Return the state (a tree like `like`) and progress of the run in `work`.
 
-    `recipe` must agree with the checkpoint's recipe for the steps done so far: the number of steps and the decay may
-    differ if neither recipe has begun to decay. Exits with an error otherwise.
+    `recipe` must agree with the checkpoint's recipe for the steps done so far, else exits with an error. The number of
+    steps and the decay may differ if neither recipe has begun to decay.
     """
     with np.load(work / "checkpoint.npz") as saved:
         record = json.loads(str(saved["record"]))
@@ -316,7 +317,7 @@ def load_checkpoint(work: pathlib.Path, like: Any, recipe: Recipe | None = None)
             and dataclasses.asdict(old) | free == dataclasses.asdict(recipe) | free
         )
         if not same:
-            raise SystemExit(f"{work} has a run of another recipe ({old}): choose another --work, or delete it")
+            raise SystemExit(f"{work} has a run with another recipe ({old}): choose another --work, or delete it")
     return jax.tree.unflatten(jax.tree.structure(like), leaves), progress
 
 
@@ -437,7 +438,6 @@ def sample(work: pathlib.Path, num_tokens: int) -> None:
 
 
 def main() -> None:
-    """The command line: train, export, sample."""
     root = pathlib.Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=("train", "export", "sample"))

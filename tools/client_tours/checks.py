@@ -29,7 +29,7 @@ class Checks:
         self.passed: list[str] = []
         self.failed: dict[str, str] = {}
         self.limits: dict[str, str] = {}
-        self.extra: dict[str, object] = {}  # further results of this tour
+        self.extra: dict[str, object] = {}  # additional results of this tour
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[None]:

@@ -4,8 +4,8 @@
     python tools/client_tours/run.py --cache ~/.cache/jpaged-tours --only openai-python vercel-ai
 
 The first run installs the clients below `--cache`: Python packages with venv and pip, JavaScript packages with npm. It
-needs a network (or a mirror that pip and npm know) and about 2 GB. One server generates text, another one returns
-embeddings. Both serve the demo model; it was not trained on chats, so tools and structured outputs are forced.
+needs a network (or a mirror that pip and npm know) and about 2 GB. One server generates text, a second one returns
+embeddings. Both serve the demo model. It was not trained on chats, so tools and structured outputs are forced.
 
 The exit status is 1 if a check fails. `--only` updates the named clients in the result file and keeps the others.
 """
@@ -56,7 +56,7 @@ CLIENTS = (
     Client("lm-eval", ("lm-eval[api]==0.4.13",), "tour_lm_eval.py"),
     Client("anthropic-python", ("anthropic==2.13.0",), "tour_anthropic.py"),
     Client("litellm", ("litellm==1.110.2",), "tour_litellm.py"),
-    # Not the newest version: the newest one whose extra `proxy` could be installed.
+    # The newest version with an extra `proxy` that could be installed.
     Client("litellm-proxy", ("litellm[proxy]==1.106.0",), "tour_litellm_proxy.py"),
     Client("langchain-openai", ("langchain-openai==1.7.4",), "tour_langchain.py"),
     Client("instructor", ("instructor==1.17.0",), "tour_instructor.py"),
@@ -75,7 +75,7 @@ CLIENTS = (
 
 
 def environment(client: Client, cache: Path) -> Path:
-    """Folder with the client's packages. Installs them unless the folder was made from the same pins."""
+    """Folder with the client's packages. Installs them unless the folder has the same pins."""
     folder = cache / client.name
     pins = folder / "requirements.txt"
     wanted = "".join(f"{package}\n" for package in client.packages)
@@ -121,10 +121,10 @@ def installed(client: Client, folder: Path) -> list[str]:
 
 
 def tour(client: Client, folder: Path, base: str, embedding_base: str) -> dict[str, Any]:
-    """Run a client's script. Returns its checks; a script that breaks off has a failed check `script`."""
+    """Run a client's script. Returns its checks. If the script fails or hangs, a check `script` has failed."""
     with tempfile.TemporaryDirectory() as work:
         result = Path(work) / "result.json"
-        if client.is_node:  # imports of a module are looked up from its own folder
+        if client.is_node:  # Node looks up a module's imports from the module's folder
             for name in (client.script, "checks.mjs"):
                 shutil.copyfile(HERE / name, folder / name)
             command = ["node", str(folder / client.script), str(result)]
@@ -153,7 +153,6 @@ def tour(client: Client, folder: Path, base: str, embedding_base: str) -> dict[s
 
 
 def main() -> None:
-    """Run the tours and write the results."""
     names = [client.name for client in CLIENTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="folder for the clients' environments")

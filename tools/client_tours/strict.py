@@ -1,8 +1,7 @@
 """Validate the raw JSON of every answer and every stream event strictly, with the official client's own types.
 
-`Recorder` and `AsyncRecorder` are transports of httpx2, the HTTP library of the official clients. They keep a copy of
-each answer. `Validator.validate` checks the copies: types strictly, no field missing, and no field that the types
-lack, except those in `known_extras`.
+`Recorder` and `AsyncRecorder` are transports of httpx2, the HTTP library of the official clients. They copy answers.
+`Validator.validate` checks the copies: strict types, no missing field, and no extra field outside `known_extras`.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from checks import Checks
 
 @dataclasses.dataclass
 class Answer:
-    """A recorded answer. A client may stop reading a stream early: its body then ends anywhere."""
+    """A recorded answer. If the client stopped reading a stream early, its body ends anywhere."""
 
     method: str
     path: str
@@ -60,13 +59,11 @@ def _answer(request: Any, response: Any) -> Answer:
 
 
 class Recorder(httpx2.BaseTransport):
-    """A transport that appends each answer to `answers`."""
 
     def __init__(self, answers: list[Answer]):
         self._inner, self._answers = httpx2.HTTPTransport(), answers
 
     def handle_request(self, request: Any) -> Any:
-        """Send the request and return its answer. A copy is made while the client reads it."""
         response = self._inner.handle_request(request)
         self._answers.append(_answer(request, response))
         response.stream = _Copy(response.stream, self._answers[-1])
@@ -84,7 +81,7 @@ class AsyncRecorder(httpx2.AsyncBaseTransport):
         self._inner, self._answers = httpx2.AsyncHTTPTransport(), answers
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Send the request and return its answer. A copy is made while the client reads it."""
+        """Send the request and return its answer, which is copied while the client reads it."""
         response = await self._inner.handle_async_request(request)
         self._answers.append(_answer(request, response))
         response.stream = _AsyncCopy(response.stream, self._answers[-1])
@@ -107,7 +104,7 @@ class Route:
 
 
 class Validator:
-    """Validates recorded answers and counts them. `extras` has the known extra fields that were seen."""
+    """Validates and counts recorded answers. `extras` collects the known extra fields that appeared."""
 
     def __init__(self, routes: list[Route], error: Any, known_extras: set[str]):
         self._routes, self._error, self._known = routes, error, known_extras
@@ -161,7 +158,7 @@ class Validator:
 
 
 def _extras(value: Any) -> Iterator[str]:
-    """Yield TYPE.FIELD for each field that a type lacks, in all objects of the value."""
+    """Yield TYPE.FIELD for each extra field, in all objects of the value."""
     if isinstance(value, pydantic.BaseModel):
         for name in value.model_extra or ():
             yield f"{type(value).__name__}.{name}"
@@ -195,7 +192,7 @@ class StrictChecks(Checks):
                 self.answers.clear()
 
     def write(self) -> None:
-        """Write the result file, with the number of validated answers and the known extra fields that were seen."""
+        """Write the result file, with the number of validated answers and the known extra fields that appeared."""
         found = self._validator
         self.extra["validated"] = {"bodies": found.bodies, "events": found.events, "errors": found.errors}
         self.extra["known_extra_fields"] = sorted(found.extras)

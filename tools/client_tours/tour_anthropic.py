@@ -32,7 +32,7 @@ class Forecast(BaseModel):
 
 
 class Ping(BaseModel, extra="allow"):
-    """An event of the API that the client skips, and has no type for."""
+    """An event of the API that the client skips. The client has no type for it."""
 
     type: typing.Literal["ping"]
 
@@ -154,7 +154,6 @@ async def asyncio_tour(checks: Checks, client: Any) -> None:
 
 
 def main() -> None:
-    """Run the tour."""
     checks = StrictChecks(ROUTES, ErrorBody, set())
     options: Any = {"base_url": BASE, "api_key": "none", "max_retries": 0, "timeout": 60}
     sync_http = anthropic.DefaultHttpxClient(transport=Recorder(checks.answers))

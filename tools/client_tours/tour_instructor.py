@@ -33,7 +33,6 @@ RESPONSES: Any = {name: value for name, value in ASK.items() if name not in ("ma
 
 
 def main() -> None:
-    """Run the tour."""
     checks = Checks()
     endpoint: Any = {"base_url": f"{BASE}/v1", "api_key": "none", "max_retries": 0}
     modes = {"TOOLS": ASK, "TOOLS_STRICT": ASK, "JSON_SCHEMA": ASK, "RESPONSES_TOOLS": RESPONSES}

@@ -27,10 +27,7 @@ def weather(city: Literal["Oslo", "Rome"], unit: Literal["C", "F"]) -> str:
 
 
 def chat_tour(checks: Checks, loop: asyncio.Runner, name: str, settings: dict[str, Any]) -> None:
-    """All features of ChatOpenAI. settings: for chat completions or for responses.
-
-    loop: one for all tours, because all clients share a pool of connections.
-    """
+    """All features of ChatOpenAI. loop: the same for all tours, because all clients share a pool of connections."""
     greedy = ChatOpenAI(**ENDPOINT, temperature=0, max_tokens=24, **settings)
     lively = ChatOpenAI(**ENDPOINT, temperature=1, max_tokens=200, extra_body={"seed": 5}, **settings)
     text = ""
@@ -81,7 +78,6 @@ async def collect(model: Any) -> str:
 
 
 def main() -> None:
-    """Run the tour."""
     checks = Checks()
     with asyncio.Runner() as loop:
         chat_tour(checks, loop, "chat completions", {"use_responses_api": False})

@@ -65,7 +65,6 @@ def provider_tour(checks: Checks, provider: str) -> None:
 
 
 def main() -> None:
-    """Run the tour."""
     checks = Checks()
     for provider in BASES:
         provider_tour(checks, provider)

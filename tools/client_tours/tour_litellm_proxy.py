@@ -115,7 +115,6 @@ def chats(checks: Checks, client: openai.OpenAI, name: str) -> None:
 
 
 def main() -> None:
-    """Run the tour."""
     checks = Checks()
     key = f"sk-{secrets.token_hex(24)}"  # the proxy does not start without one
     with proxy(key) as url, openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client:

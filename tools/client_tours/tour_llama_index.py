@@ -26,7 +26,6 @@ def weather(city: Literal["Oslo", "Rome"]) -> str:
 
 
 def main() -> None:
-    """Run the tour."""
     checks = Checks()
     plain = OpenAILike(**ENDPOINT, temperature=0, max_tokens=24, is_chat_model=False)
     chat = OpenAILike(**ENDPOINT, temperature=0, max_tokens=24, is_chat_model=True)

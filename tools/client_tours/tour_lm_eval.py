@@ -1,6 +1,6 @@
-"""Tour of lm-eval's `local-completions`: multiple choice, perplexity and generation on tasks made here.
+"""Tour of lm-eval's `local-completions`: multiple choice, perplexity and generation, on tasks defined here.
 
-Log-likelihoods are compared with those of `LLM` in the engine's own environment, offline, from `prompt_logprobs`.
+Log-likelihoods must equal `prompt_logprobs` of an offline `LLM`, which runs in the engine's own environment.
 """
 
 import json
@@ -84,11 +84,11 @@ with jpaged.LLM("demo", max_num_seqs=16, token_buckets=(128,), row_buckets=(16,)
 json.dump({"sums": sums, "texts": answers, "rolling": rolling}, open(sys.argv[2], "w"))
 """
 TASKS = ("jpaged_choice", "jpaged_generate", "jpaged_rolling")
-TOLERANCE = 1e-3  # of a sum of log-probabilities: batches differ, and so do the sums inside products
+TOLERANCE = 1e-3  # of a sum of log-probabilities: other batches add the terms of a matmul in another order
 
 
 def offline() -> dict[str, Any]:
-    """Log-likelihood of each choice, and each greedy continuation, from the engine without a server."""
+    """Log-likelihoods of choices and texts, and greedy continuations, from the engine without a server."""
     pairs = [(question, choice) for question, choices, _ in QUESTIONS for choice in choices]
     questions = [question for question, _, _ in QUESTIONS]
     texts = [question + choices[0] for question, choices, _ in QUESTIONS]
@@ -101,7 +101,7 @@ def offline() -> dict[str, Any]:
 
 
 def evaluate(batch_size: int, num_concurrent: int) -> dict[str, Any]:
-    """Run the tasks with lm-eval's own command line. Returns the results of each, with the samples in `samples`."""
+    """Run the tasks with lm-eval's command line. Returns the results of each task, with its samples in `samples`."""
     folder = Path(tempfile.mkdtemp(dir="."))
     command = [
         sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--include_path", "tasks",
@@ -151,7 +151,6 @@ def compare_choices(found: dict[str, Any], wanted: list[list[Any]]) -> float:
 
 
 def main() -> None:
-    """Run the tour."""
     checks = Checks()
     write_tasks()
     wanted = offline()

@@ -53,9 +53,9 @@ class Error(BaseModel):
 
 
 def prepare_completion(document: dict[str, Any], is_event: bool) -> dict[str, Any]:
-    """OpenAI's server sends null in two places that the type does not allow.
+    """Replace two nulls that OpenAI's server sends too, but the type does not allow.
 
-    An event's finish_reason, and with `echo` the log-probability of the prompt's first token.
+    They are an event's finish_reason and, with `echo`, the log-probability of the prompt's first token.
     """
     for choice in document["choices"]:
         if is_event:
@@ -67,7 +67,7 @@ def prepare_completion(document: dict[str, Any], is_event: bool) -> dict[str, An
 
 
 def prepare_embeddings(document: dict[str, Any], is_event: bool) -> dict[str, Any]:
-    """The type allows numbers only. The client asks for base64 and decodes it."""
+    """Replace base64, which the client asks for and decodes: the type allows numbers only."""
     for data in document["data"]:
         if isinstance(data["embedding"], str):
             data["embedding"] = [0.0]
@@ -213,7 +213,7 @@ def chat(tour: Tour) -> None:
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
         assert chunks[-1].usage
     with tour.check("chat.completions.stream: events and final completion"):
-        # The helper raises an error for an answer that max_tokens cut off: a stop string ends this one.
+        # The helper raises an error if max_tokens ends an answer, so a stop string ends this one.
         line = client.chat.completions.create(**asked, stop=["\n"]).choices[0].message.content
         with client.chat.completions.stream(**asked, logprobs=True, stop=["\n"]) as stream:
             kinds = {event.type for event in stream}
@@ -485,7 +485,6 @@ async def asyncio_tour(tour: Tour) -> None:
 
 
 def main() -> None:
-    """Run the tour."""
     tour = Tour()
     for part in (models, completions, chat, tools, structured, responses, embeddings):
         part(tour)

@@ -64,7 +64,6 @@ async def model_tour(checks: Checks, name: str, model: Any) -> None:
 
 
 def main() -> None:
-    """Run the tour."""
     checks = Checks()
     provider = OpenAIProvider(base_url=f"{BASE}/v1", api_key="none")
 
