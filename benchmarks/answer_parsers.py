@@ -41,7 +41,6 @@ def seconds(reader: AnswerReader, text: str, piece: int = SIZE * 2, runs: int = 
 
 
 def main() -> None:
-    """Print the table."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}\n")
     print(f"{'format':12} {'usual, us a token':>18} {'1 MB, whole: ms':>16} {'1 MB by 4: ms':>14}   the text")

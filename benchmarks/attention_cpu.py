@@ -1,10 +1,10 @@
-"""Paged attention on CPU: the native kernel, and XLA operations by rows per tile, tiles per loop and keys per step.
+"""Times of paged attention on CPU: the native kernel, and XLA operations with various tile sizes.
 
     python benchmarks/attention_cpu.py [--dtype bfloat16]
     python benchmarks/attention_cpu.py --profile     # time of each operation of a decode
     python benchmarks/attention_cpu.py --contexts    # a decode by context length, 64 to 8,192
 
-Interleaved runs in one process; prints minimum and median in milliseconds per call. The shape is a small Llama's: 8
+Runs are interleaved in one process. Prints minimum and median in milliseconds per call. The shape is a small Llama's: 8
 query heads, 4 KV heads of 64, blocks of 16 in a pool of 128 MB. `decode` is 32 rows of 60 to 450 keys, `prompt` one
 prompt of 512 tokens, and `mixed` 16 decodes with a chunk of 112 tokens. In `shared` and `chunks` all rows share their
 first 512 keys: 32 decodes of 528 keys, and 16 chunks of 32 tokens with 544 keys each.
@@ -121,19 +121,18 @@ def profile(call: Callable, arguments: tuple, layers: int = 8, calls: int = 20) 
         spent: collections.Counter[str] = collections.Counter()
         count: collections.Counter[str] = collections.Counter()
         for event in (event for plane in planes for line in plane.lines for event in line.events):
-            # events have HLO names, and the numbers in the names differ between layers
+            # events have HLO names; numbers in the names differ between layers
             if not event.name.startswith(("end: ", "$", "Thunk", "while", "Pjit")):
                 name = event.name.rstrip("0123456789.")
                 spent[name] += event.duration_ns
                 count[name] += 1
-    print(f"{whole * 1e6:.0f} us a layer; of its operations (those that run beside each other count twice):")
+    print(f"{whole * 1e6:.0f} us a layer; of its operations (parallel ones count twice):")
     for name, nanoseconds in spent.most_common(12):
         total, times = nanoseconds / calls / layers / 1e3, count[name] / calls / layers
         print(f"{total:9.1f} us {times:6.1f} x {total / times:7.1f} us  {name}")
 
 
 def main() -> None:
-    """Compile every setting, run them interleaved, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=15)

@@ -2,9 +2,9 @@
 
     python benchmarks/chaos.py --minutes 10 --seed 1 --output benchmarks/results/chaos.json
 
-Clients send random requests on all generating routes: as a stream or whole, greedy and seeded, some with structured
-output, several answers or a shared beginning of the prompt. Some leave at a random moment. Others send malformed
-requests. Meanwhile a schedule of events, drawn from the seed, disturbs the server:
+Clients send random requests on all generating routes: as a stream or whole, greedy or seeded, some with structured
+output, several answers or a shared prompt prefix. Some leave at a random moment. Others send malformed requests.
+Meanwhile a schedule of events, drawn from the seed, disturbs the server:
 
     stop     SIGSTOP, and SIGCONT up to 3 s later
     drain    POST /admin/drain, and DELETE up to 3 s later
@@ -14,17 +14,15 @@ requests. Meanwhile a schedule of events, drawn from the seed, disturbs the serv
     disk     the file system of the log and of the compile cache is full for some seconds, or during a restart
     clock    the wall clock jumps by seconds to years
 
-The clock of the system is not touched: `chaos_clock.py` starts the server and wraps `time.time` in its process. The
+The system clock does not change: `chaos_clock.py` starts the server and wraps `time.time` in its process. The
 full disk is a small tmpfs, or a limit on the size of files (RLIMIT_FSIZE) where mounting is not allowed.
 
 Checked for each request: it gets its answer, or a documented error because the server drains, stops or starts. None
-hangs. There is no error 500. Each finished text is that of `jpaged.LLM`, computed before the chaos.
+hangs or gets an error 500. Each finished text equals the text that `jpaged.LLM` computed before the chaos.
 
-Checked while the load pauses, every 30 s and at the end: the server holds no request and no block. Its memory and its
-open files are within a bound.
-
-The same seed gives the same cases, the same schedule, and the same requests of each client in the same order. How
-they meet depends on the machine.
+Checked while the load pauses, every 30 s and at the end: the server holds no request and no block, and its memory and
+open files are within a limit. The same seed gives the same cases, the same schedule, and the same requests of each
+client in the same order. Their timing depends on the machine.
 """
 
 import argparse
@@ -49,18 +47,18 @@ from chaos_load import MAX_SECONDS, Case, Outcome, draw_cases, offline_answers, 
 from chaos_server import SIZES, Disk, ServerProcess
 from drawn_requests import COMPLETIONS, ask, drawn_request, fault_of, sent
 
-EVENTS = {"stop": 6, "drain": 4, "restart": 2, "kill": 1, "cache": 2, "disk": 4, "clock": 5}  # with their weights
+EVENTS = {"stop": 6, "drain": 4, "restart": 2, "kill": 1, "cache": 2, "disk": 4, "clock": 5}  # name -> weight
 NUM_CASES = 120
 NUM_CLIENTS, NUM_MALFORMED = 12, 2
 QUIET_EVERY = 30.0           # seconds between two pauses of the load
-QUIET_SECONDS = 30.0         # until all requests of a paused load have ended, and all blocks are free
+QUIET_SECONDS = 30.0         # limit until a paused load has no requests and no blocks
 PROGRESS_EVERY = 10.0
-MAX_MEMORY_GROWTH = 256 * 2**20  # of the server and its child processes, since it was warm
-MAX_FILES_GROWTH = 32        # open files and sockets, since it was warm
-LATE = 1.0                   # seconds before a SIGTERM from which on a request may meet a closed socket
+MAX_MEMORY_GROWTH = 256 * 2**20  # bytes of the server and its child processes, after warm-up
+MAX_FILES_GROWTH = 32        # open files and sockets, after warm-up
+LATE = 1.0                   # a request sent up to this many seconds before SIGTERM may meet a closed socket
 JUMPS = (-86_400.0, -3_600.0, -5.0, 5.0, 3_600.0, 86_400.0, 10 * 365 * 86_400.0)
-DOCUMENTED = {"draining", "stopping", "overloaded_error"}  # codes of errors; the last is Anthropic's type
-MAX_FINDINGS = 50            # written for each kind
+DOCUMENTED = {"draining", "stopping", "overloaded_error"}  # error codes; the last is Anthropic's error type
+MAX_FINDINGS = 50            # written per kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,13 +67,13 @@ class Event:
 
     pause: float        # seconds before it
     kind: str
-    seconds: float      # that it lasts, if it needs no restart
-    seed: int           # of its details
-    with_restart: bool  # of a full disk
+    seconds: float      # duration, unless the event restarts the server
+    seed: int           # for its details
+    with_restart: bool  # a full disk: restart the server
 
 
 def draw_schedule(seed: int, seconds: float, kinds: Sequence[str]) -> list[Event]:
-    """Draw the events of a run of at most `seconds`. The last ones may come too late to happen."""
+    """Draw the events of a run of at most `seconds`. The run may end before the last ones."""
     rng, events = random.Random(f"{seed} events"), []
     while kinds and sum(event.pause for event in events) < seconds:
         kind = rng.choices(kinds, [EVENTS[kind] for kind in kinds])[0]
@@ -173,7 +171,7 @@ class Chaos:
             time.sleep(0.05 if name != "server down" else 1.0)
 
     def _attack(self, rng: random.Random, drawn: int, way: float) -> tuple[str, str | None]:
-        """Send one malformed request. Returns its name for the figures, and its fault."""
+        """Send one malformed request. Returns its name for the report, and its fault."""
         port = self.server.port
         if way < 0.04:
             name = rng.choice(sorted(CONNECTIONS))
@@ -196,7 +194,7 @@ class Chaos:
         return f"{kind}: status {status}" if status else f"{kind}: not waited for", fault
 
     def _begin(self) -> bool:
-        """Wait while the load pauses. Returns False at the end of the run; else a request has begun."""
+        """Wait while the load pauses, then count a running request. Returns False at the end of the run."""
         while True:
             self._go.wait()
             with self._lock:
@@ -234,7 +232,7 @@ class Chaos:
             self._finding(name, f"{at}: {outcome.detail}")
 
     def _during(self, start: float, end: float, *kinds: str, late: bool = False) -> bool:
-        """Return True if a span of these kinds overlaps start to end. late: and if it begins at most LATE s later."""
+        """True if a span of these kinds overlaps start to end. late: it must begin at most LATE s after start."""
         return any(
             span.start <= end and start <= span.end and not (late and start < span.start - LATE)
             for span in list(self.server.spans)
@@ -293,7 +291,7 @@ class Chaos:
     # -- checks
 
     def _warm_up(self) -> None:
-        """Send one request of each kind, so that the server has its child processes. Memory is measured from here."""
+        """Send requests that start the server's child processes, then record its memory and open files."""
         server = self.server
         for size in (300_000, 3_000_000):
             ask(server.port, "POST", COMPLETIONS, b'{"prompt": "' + b"a" * size + b'"}')
@@ -302,7 +300,7 @@ class Chaos:
         server.memory_at_start, server.files_at_start = resident(server.process.pid), server.num_files()
 
     def _check_quiet(self) -> None:
-        """Pause the load, and check that the server holds nothing."""
+        """Pause the load, and check that the server holds no request and no block."""
         self._go.clear()
         began = time.monotonic()
         while time.monotonic() - began < QUIET_SECONDS * 3:
@@ -344,7 +342,6 @@ class Chaos:
             )
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the run."""
         shown: collections.Counter[str] = collections.Counter()
         kept = []
         for finding in self.findings:
@@ -364,15 +361,15 @@ class Chaos:
 
 
 def main() -> None:
-    """Run the chaos, print its figures, and exit with status 1 if something was found."""
+    """Run the chaos and print the results. Exits with status 1 if there is a finding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", default="demo", help="as of jpaged serve")
+    parser.add_argument("--model", default="demo", help="as for jpaged serve")
     parser.add_argument(
         "--events", nargs="*", choices=EVENTS, default=list(EVENTS), metavar="EVENT", help=", ".join(EVENTS)
     )
-    parser.add_argument("--output", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--output", type=Path, help="JSON file of the results")
     options = parser.parse_args()
     cases = draw_cases(options.seed, NUM_CASES)
     schedule = draw_schedule(options.seed, options.minutes * 60, options.events)

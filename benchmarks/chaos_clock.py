@@ -1,8 +1,8 @@
 """Runs the command line of jpaged with a wall clock that another process moves: `chaos_clock.py FILE COMMAND ...`.
 
-FILE has the seconds to add to `time.time`, as a double. `time.monotonic` does not jump, as in a real jump of the clock.
-`chaos.py` starts its servers with it. It replaces two functions of Python, not the clock of the system: what C code
-reads, such as the times of files, does not jump.
+FILE has the seconds to add to `time.time`, as a double. `time.monotonic` does not jump, as when a real clock jumps.
+`chaos.py` starts its servers with this script. It replaces two Python functions and not the system clock: times that C
+code reads, such as file times, do not jump.
 """
 
 import mmap

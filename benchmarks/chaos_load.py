@@ -18,7 +18,7 @@ from drawn_requests import CHAT, COMPLETIONS
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ROUTES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
-MAX_SECONDS = 90.0  # of any answer, without the time in which the server is stopped
+MAX_SECONDS = 90.0  # limit of any answer, with the time in which the server is stopped
 FINISHED = frozenset({"right", "wrong"})
 SCHEMA = {
     "type": "object", "required": ["name", "sizes"], "additionalProperties": False,
@@ -31,7 +31,7 @@ FORMATS: list[dict[str, Any]] = [
     {"json": SCHEMA}, {"regex": "[a-f]{3,20}-[0-9]{2}"}, {"choice": ["yes", "no", "perhaps later"]},
     {"grammar": 'root ::= "(" root ")" | "x"'},
 ]  # fmt: skip
-# Beginnings that several prompts share: some blocks each.
+# Prefixes that several prompts share. All but the first fill some blocks.
 SHARED = [
     "",
     "import os\nimport json\n\n\ndef read_settings(path):\n" + "    value = json.load(open(path))\n" * 6,
@@ -42,10 +42,10 @@ SHARED = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One request, without how it is sent.
+    """One request. `send` chooses between a stream and a whole answer.
 
-    sampling: fields of SamplingParams that the body has as well.
-    format:   of structured outputs; None: any text.
+    sampling: fields that SamplingParams and the body share.
+    format:   fields of StructuredOutputsParams; None: any text.
     """
 
     number: int
@@ -55,7 +55,6 @@ class Case:
     format: dict[str, Any] | None
 
     def body(self, *, stream: bool) -> dict[str, Any]:
-        """The request's body."""
         fields = {name: each for name, each in self.sampling.items() if name != "max_tokens"}
         limit, talk = self.sampling["max_tokens"], [{"role": "user", "content": self.prompt}]
         if self.route in (COMPLETIONS, CHAT):
@@ -112,10 +111,10 @@ def offline_answers(model: str, cases: Sequence[Case], sizes: dict[str, Any], ca
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a request.
+    """Result of a request.
 
-    kind: right, wrong, left (the client went away), no connection, broken (the connection ended early), hung, error.
-    code: of an error, with its status; 200 is an error event in a stream.
+    kind: right, wrong, left (the client disconnected), no connection, broken (the connection ended early), hung, error.
+    status, code: of an error. Status 200 is an error event in a stream.
     """
 
     kind: str

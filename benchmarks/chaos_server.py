@@ -27,17 +27,16 @@ SIZES = {
     "token_buckets": (64,),
     "kv_cache_memory_bytes": 5 * 2**20,  # too few blocks for 16 long requests: some are preempted
 }  # fmt: skip
-START_SECONDS = 240.0     # most seconds of a start: it may compile all programs on a busy machine
+START_SECONDS = 240.0     # limit of a start, which may compile all programs on a busy machine
 SHUTDOWN_SECONDS = 10     # --shutdown-timeout
 DISK_BYTES = 24 * 2**20   # of the small disk
 DAMAGES = ("truncated", "random", "empty", "changed")  # ways to damage a file
 
 
 class Disk:
-    """A small file system that can be full: for the server's log and its compile cache.
+    """A small file system for the server's log and compile cache, which `fill` fills.
 
-    It is a tmpfs. Without the right to mount one it is a folder, and `fill` limits the size of the server's files
-    (RLIMIT_FSIZE).
+    It is a tmpfs. Without the right to mount, it is a folder, and `fill` limits the server's file sizes (RLIMIT_FSIZE).
     """
 
     def __init__(self, folder: Path):
@@ -55,7 +54,7 @@ class Disk:
             subprocess.run(["umount", "-l", str(self.folder)], check=False)
 
     def fill(self, pid: int) -> None:
-        """Leave no byte free."""
+        """Leave no byte free on the disk."""
         if not self.is_mounted:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             return
@@ -73,7 +72,7 @@ class Disk:
 
 @dataclasses.dataclass(slots=True)
 class Span:
-    """A time in which requests may fail in a documented way: the server ends and starts, or it drains."""
+    """A period in which requests may fail in a documented way: the server restarts or drains."""
 
     kind: str  # restart, kill or drain
     start: float
@@ -90,7 +89,7 @@ class ServerProcess:
         self.cache = disk.folder / "programs"
         self.spans: list[Span] = []
         self.up = threading.Event()
-        self.faults: list[str] = []  # of ends and logs
+        self.faults: list[str] = []  # wrong exits, and tracebacks in logs
         self.start_seconds: list[float] = []
         self._log = disk.folder / "server.log"
         self._clock = folder / "clock"
@@ -104,7 +103,7 @@ class ServerProcess:
     # -- start and end
 
     def start(self) -> None:
-        """Start the process, and wait until it is ready and has answered some requests."""
+        """Start the process, and wait until /ready answers 200. Exits if that takes more than START_SECONDS."""
         began = time.monotonic()
         options = [part for name, each in SIZES.items() for part in _option(name, each)]
         command = [
@@ -156,7 +155,6 @@ class ServerProcess:
         self.spans.append(Span(kind, time.monotonic()))
 
     def log(self) -> str:
-        """The text of the log."""
         return self._log.read_text(errors="replace")
 
     def read_log(self) -> None:
@@ -170,7 +168,7 @@ class ServerProcess:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the process with SIGSTOP, and let it continue at the end."""
+        """Stop the process with SIGSTOP inside the block, then continue it."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -179,7 +177,7 @@ class ServerProcess:
 
     @contextlib.contextmanager
     def draining(self) -> Iterator[None]:
-        """Let the server drain."""
+        """Drain the server inside the block."""
         span = Span("drain", time.monotonic())
         self.spans.append(span)
         self.admin("POST", "/admin/drain")
@@ -190,12 +188,12 @@ class ServerProcess:
             span.end = time.monotonic()
 
     def move_clock(self, seconds: float) -> None:
-        """Let the server's wall clock jump. The jumps add up, within 20 years."""
+        """Move the server's wall clock. Jumps add up; at 20 years the clock returns to the real time."""
         self._offset = self._offset + seconds if abs(self._offset + seconds) < 20 * 365 * 86_400 else 0.0
         chaos_clock.write(self._clock, self._offset)
 
     def damage_cache(self, rng: random.Random, count: int) -> list[str]:
-        """Damage some files of the compile cache. Returns how."""
+        """Damage `count` files of the compile cache. Returns the kind of each damage."""
         files = sorted(path for path in self.cache.rglob("*") if path.is_file() and path.stat().st_size)
         ways = []
         for path in rng.sample(files, min(count, len(files))):

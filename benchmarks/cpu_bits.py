@@ -2,10 +2,9 @@
 
     python benchmarks/cpu_bits.py
 
-For each operation and width it computes M copies of one row, and prints the groups of M that give equal bits. These
-constants are chosen so that no program uses two groups: `MIN_BUCKET` and `MIN_REDUCTION`
-(jpaged/runtime/step/program_shapes.py), `TILE_ROWS`, `MIN_TILES` and `MIN_SCORES`
-(pallas_kernels/paged_attention/xla.py). Run it for every new version of JAX.
+For each operation and width it computes M copies of one row, and prints the groups of M that give equal bits. No engine
+may use two groups. Constants ensure this: `MIN_BUCKET` and `MIN_REDUCTION` (jpaged/runtime/step/programs.py),
+`TILE_ROWS`, `MIN_TILES` and `MIN_SCORES` (pallas_kernels/paged_attention/xla.py). Run it for every new version of JAX.
 """
 
 import argparse
@@ -34,7 +33,7 @@ def product(dtype: str, inner: int, outer: int) -> dict[bytes, list[int]]:
 
 
 def values_product(dtype: str, keys: int, width: int) -> dict[bytes, list[int]]:
-    """Multiply weights [M, keys] with values [keys, width], batched: the second product of attention."""
+    """Multiply weights [M, keys] with values [keys, width], batched: the second matmul of attention."""
     rng = np.random.default_rng(0)
     row, values = rng.random((1, 1, keys)), jnp.asarray(rng.standard_normal((8, keys, width)), dtype)
     exact = lax.Precision.HIGHEST if dtype == "float32" else None
@@ -62,7 +61,6 @@ def groups(run: Callable[[int], jax.Array]) -> dict[bytes, list[int]]:
 
 
 def main() -> None:
-    """Print one line per operation."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(f"JAX {jax.__version__}, Python {platform.python_version()}, {platform.machine()}")
     for dtype in ("float32", "bfloat16"):

@@ -1,9 +1,9 @@
-"""Weight products on CPU: the native kernels for bf16, w8a8 and w4a8, and XLA's bf16 product.
+"""Matmuls with weights on CPU: the native kernels for bf16, w8a8 and w4a8, and XLA's bf16 matmul.
 
     python benchmarks/dot_cpu.py [--shapes 3072x512 4864x896] [--rows 1 8 32 128 512] [--repeats 9]
 
-Prints the median time of a product, the gigabytes a second at which its weights are read, and GFLOP/s. A program makes
-many products with different weights, 60 MB in bf16, so that they come from memory. Interleaved runs in one process.
+Prints the median time of a matmul, the gigabytes per second of its weights, and GFLOP/s. A program runs many matmuls
+with different weights, 60 MB in bf16, so that they come from memory. Runs are interleaved in one process.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def products(product: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def measure(outputs: int, inputs: int, rows: int, repeats: int) -> dict[str, float]:
-    """Seconds of one product, by name."""
+    """Median seconds of one matmul, by name."""
     rng = np.random.default_rng(0)
     count = max(1, int(BYTES / (2 * outputs * inputs)))
     weights = [jnp.asarray(rng.standard_normal((outputs, inputs)), jnp.bfloat16) for _ in range(count)]

@@ -2,10 +2,10 @@
 
     python benchmarks/exits.py [--rounds 10] [--python PYTHON] [--only WORDS ...]
 
-Each round runs every script of SCRIPTS once, with programs in the cache in even rounds and an empty cache in odd ones.
-Scripts that end while an engine starts or works do so at another moment each round. A script is wrong if its status
-differs, or if Python printed a traceback that the script did not ask for. Status 134 and 139 are aborts.
-Prints each wrong one with its last lines, and ends with status 1 if there is one.
+Each round runs every script of SCRIPTS once. Even rounds have programs in the cache, odd rounds an empty cache. Scripts
+that end while an engine starts or works do so at another moment each round. A script is wrong if its status differs, or
+if Python printed a traceback that the script did not raise. Status 134 and 139 are aborts. Prints each wrong script
+with its last lines, and exits with 1 if there is one.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def pause(name: str, round: int) -> float:
 
 
 def run(python: str, file: pathlib.Path, programs: str, pause: float) -> tuple[int | str, str]:
-    """Run a script. Returns its status, and what it printed."""
+    """Run a script. Returns its status, or "hung", and its output."""
     try:
         done = subprocess.run(
             [python, file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LONGEST,

@@ -1,11 +1,11 @@
-"""Mixture of experts on CPU: the time of a sparse feed-forward network, compared with its necessary products alone.
+"""Times of a mixture of experts on CPU: the whole layer, compared with its matmuls alone.
 
     python benchmarks/experts_cpu.py [--dtype bfloat16] [--experts 64 --per-token 8 --hidden 1024 --intermediate 512]
 
-`dense` multiplies each used expert with one row per token, rounded up to 8 rows, without sorting or routing, by XLA.
-Each expert has its own arrays. `experts` is the layer as served. `xla_loop` is the same without the native kernel, and
-`ragged_dot` with XLA's operation instead of `grouped_dot`. `int8` and `int4` (groups of 64) are the layer as served,
-with quantised experts. Interleaved runs in one process; prints medians, and the bytes of the experts.
+`dense` is XLA's matmul of each used expert with its tokens' rows, rounded up to 8 rows, without sorting or routing.
+Each expert has its own arrays. `experts` is the layer as served, `xla_loop` the same without the native kernel, and
+`ragged_dot` with XLA's operation instead of `grouped_dot`. `int8` and `int4` (groups of 64) are the layer with
+quantised experts. Runs are interleaved in one process. Prints medians, and the bytes of the experts.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jpaged.models.spec import DecoderSpec, Experts, WeightLayout
 
 
 def dense(spec: DecoderSpec, inputs: list[Any], gate_up: list[Any], down: list[Any]) -> list[Any]:
-    """The products of the used experts, and the gate between them."""
+    """Matmuls of the used experts, with the gate between them."""
     outputs = []
     for x, first, second in zip(inputs, gate_up, down, strict=True):
         context = LayerContext(spec, WeightLayout(), {"gate_up": first, "down": second})
@@ -39,7 +39,7 @@ def dense(spec: DecoderSpec, inputs: list[Any], gate_up: list[Any], down: list[A
 
 
 def ragged_dot(x: Any, weights: Any, matrix_of_block: Any, num_blocks_used: Any, **_: Any) -> Any:
-    """grouped_dot with `lax.ragged_dot_general`."""
+    """`grouped_dot`, computed with `lax.ragged_dot_general`."""
     used = jnp.arange(x.shape[0]) < num_blocks_used
     sizes = jnp.zeros(weights.shape[0], jnp.int32).at[matrix_of_block].add(jnp.where(used, x.shape[1], 0))
     dims = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -101,7 +101,7 @@ def main() -> None:
             others["ragged_dot"] = ragged_dot
         for name, product in others.items():
             with mock.patch.object(linear, "grouped_dot", product):
-                # a function of its own: jit keeps traces
+                # a new function, because jit would reuse the trace of `served`
                 program = jax.jit(lambda params, x: served(params, x)).lower(matrices, x).compile()
             runs[name] = (program, (matrices, x))
         times: dict[str, list[float]] = {name: [] for name in runs}

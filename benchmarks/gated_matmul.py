@@ -1,7 +1,7 @@
 """Workloads of gated_dot for kernels.py and tune_kernels.py: gate, up and activation of a feed-forward network.
 
-An iteration of the loop goes through several layers, more than any cache holds. The result of a layer is an input of
-the next. The implementations are compared on the whole operation: XLA's product and activation against one kernel.
+An iteration runs several layers, more than any cache holds. A layer's result is an input of the next layer. XLA's
+matmul and activation together are compared with one kernel.
 """
 
 import dataclasses
@@ -33,7 +33,6 @@ class Products:
 
     @property
     def name(self) -> str:
-        """For the table."""
         return f"gated_dot, {self.rows:,} rows, {self.inputs:,} to 2 x {self.outputs:,}"
 
     @property
@@ -43,7 +42,7 @@ class Products:
 
     @property
     def flops(self) -> int:
-        """Operations of both products."""
+        """Flops of both matmuls."""
         return 2 * 2 * self.rows * self.inputs * self.outputs
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -72,12 +71,12 @@ def kernel(tiling: Tiling) -> Callable[..., jax.Array]:
 
 
 def xla() -> Callable[..., jax.Array]:
-    """A product with both matrices, and the activation."""
+    """XLA's matmul with both matrices, and the activation, for SiLU."""
     return functools.partial(IMPLEMENTATIONS["xla"].call, activation="silu")
 
 
 def times(products: Products, call: Callable[..., jax.Array], arrays: tuple, repeats: int) -> list[float]:
-    """Seconds per call. arrays: of `products`."""
+    """Seconds per call. arrays: `products.arrays()`."""
     x, layers = arrays
     on_gpu = jax.default_backend() == "gpu"
     one = products.layers * (products.weight_bytes / 3e12 + products.flops / 5e14)
@@ -98,20 +97,20 @@ def times(products: Products, call: Callable[..., jax.Array], arrays: tuple, rep
 
 
 def measure(products: Products, repeats: int) -> dict[str, Any]:
-    """Seconds per call with XLA and with the kernel and the rule's tiles, or the reason why there are none."""
+    """Seconds per call of XLA, and of the kernel with the rule's tiling. An error message replaces missing seconds."""
     arrays = products.arrays()
     rule = Tiling.by_rule(products.rows, small_blocks=has_small_blocks())
     results: dict[str, Any] = {}
     for name, call in (("xla", xla()), ("triton", kernel(rule))):
         try:
             results[name] = times(products, call, arrays, repeats)
-        except Exception as error:  # continue with the other one
+        except Exception as error:  # continue with the other implementation
             results[name] = sentence(error)
     return results
 
 
 def check(tiny: bool) -> dict[str, Any]:
-    """Print and return the kernel's difference from the reference for each workload, or what went wrong."""
+    """Print and return the kernel's difference from the reference for each workload, or the error."""
     found: dict[str, Any] = {}
     for products in workloads(tiny):
         try:
@@ -148,5 +147,5 @@ class Judge:
             return float("inf")
 
     def xla_seconds(self) -> float:
-        """Seconds per call of XLA's product and activation."""
+        """Seconds per call of XLA's matmul and activation."""
         return statistics.median(times(self._products, xla(), self._arrays, self._repeats))

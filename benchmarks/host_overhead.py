@@ -4,7 +4,7 @@
 
 Prints tables and the machine. Needs no model and no accelerator. `engine step` has a runner that does nothing.
 `engine and runner` has the real runner, with the weights' leaves of Llama 3.1 8B and programs that compute nothing.
-`clock` and `processor` are the least of several rounds: other programs on the machine only add to them.
+`clock` and `processor` are the minimum of several rounds, because other programs only add to them.
 """
 
 import argparse
@@ -54,10 +54,10 @@ MANY_LEAVES = DecoderSpec(
     max_position=2048, rope=Rope(),
 )  # fmt: skip
 ROWS = (1, 64, 256)
-STEPS = 600  # measured one by one: a busy machine leaves a few of them alone
+STEPS = 600  # measured one by one, so that some are undisturbed on a busy machine
 DECODING = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 DELTAS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-# Parts of a step: the function, and where the engine finds it.
+# Parts of a step: (name, object that has the function, attribute).
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("schedule", Scheduler, "schedule"),
     ("changes of block tables", runner_module, "upload_long_rows"),
@@ -141,15 +141,15 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Time of one unit of work, in microseconds. A busy machine changes processor time less than the clock's."""
+    """Time of one unit of work, in microseconds. Load on the machine changes processor time less than clock time."""
 
-    clock: float      # at best
-    processor: float  # of the calling thread, at best
+    clock: float      # minimum
+    processor: float  # of the calling thread, minimum
     median: float     # of the processor time
 
 
 def microseconds(work: Callable[[], int], rounds: int = 5) -> Cost:
-    """Time of one unit of work. `work` returns the number of units that it did."""
+    """Time of one unit of work. `work` returns its number of units."""
     clock, processor = [], []
     for _ in range(rounds):
         cpu, began = time.thread_time(), time.perf_counter()
@@ -160,7 +160,7 @@ def microseconds(work: Callable[[], int], rounds: int = 5) -> Cost:
 
 
 def idle_runner(max_num_seqs: int) -> ModelRunner:
-    """A runner of MANY_LEAVES whose programs compute nothing: they return the state that they are given."""
+    """A runner of MANY_LEAVES whose programs compute nothing: they return their input state."""
 
     def forward(params: Any, state: Any, packed: jax.Array, hidden: None, **static: Any) -> tuple[Any, jax.Array]:
         return state, packed[0]
@@ -172,7 +172,7 @@ def idle_runner(max_num_seqs: int) -> ModelRunner:
 
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), param_shapes(MANY_LEAVES, jnp.float32))
     with (
-        tempfile.TemporaryDirectory() as folder,  # stored programs are found by name: these must not be found
+        tempfile.TemporaryDirectory() as folder,  # engines find stored programs by name, and must not find these
         mock.patch.object(step, "forward", forward),
         mock.patch.object(output_programs, "sample", sample),
     ):
@@ -202,7 +202,7 @@ def decoding(
 
 
 def decode_step(runner: Any, rows: int, params: SamplingParams = DECODING, text: "Backend | None" = None) -> Cost:
-    """One step with `rows` rows, all decoding. Old objects are frozen, as in the server."""
+    """Cost of one step with `rows` rows, all decoding. Existing objects are frozen (`gc.freeze`), as in the server."""
     engine = decoding(runner, rows, params, text)
     gc.freeze()
 
@@ -216,7 +216,7 @@ def decode_step(runner: Any, rows: int, params: SamplingParams = DECODING, text:
 
 
 def parts_of_step(runner: ModelRunner, rows: int, text: "Backend") -> list[float]:
-    """Microseconds of each of PARTS, at best, and of all else in a step."""
+    """Minimum microseconds of each of PARTS, and of the rest of a step."""
     engine, clock = decoding(runner, rows, text=text), time.perf_counter
     gc.freeze()
     totals = [0.0] * len(PARTS)
@@ -245,9 +245,9 @@ def parts_of_step(runner: ModelRunner, rows: int, text: "Backend") -> list[float
 
 
 def async_steps(runner: ModelRunner, text: "Backend") -> list[tuple[float, float]]:
-    """Microseconds of a step of `AsyncLLM`, for each of ROWS streams: on the clock, and of processor time.
+    """(clock, processor) microseconds of a step of `AsyncLLM`, for each number of ROWS streams. Closes the runner.
 
-    Each stream has a reader on the event loop. Closes the runner.
+    Each stream has a reader on the event loop.
     """
     engine = Engine(runner, text)
 
@@ -277,10 +277,7 @@ def async_steps(runner: ModelRunner, text: "Backend") -> list[tuple[float, float
 
 
 def metrics_cost(rows: int) -> list[Cost]:
-    """One step of `rows` decodes: with figures for /metrics, and with disable_log_stats.
-
-    The two engines take turns, so that a busy machine slows both.
-    """
+    """Cost of a step of `rows` decodes, with metrics and with disable_log_stats. The engines alternate."""
     runner = NoDevice(rows, (None,))
     engines = [decoding(runner, rows, options=EngineOptions(disable_log_stats=off)) for off in (False, True)]
     gc.freeze()
@@ -304,7 +301,7 @@ def metrics_cost(rows: int) -> list[Cost]:
 
 
 def observation() -> tuple[Cost, Cost]:
-    """One observation: of the engine's histogram, and of prometheus_client's."""
+    """Costs of one observation, in the engine's histogram and in prometheus_client's."""
     own = Histogram(TOKEN_BOUNDS)
     theirs = prometheus_client.Histogram("x", "x", ("a",), registry=None, buckets=TOKEN_BOUNDS).labels("b")
 
@@ -406,7 +403,6 @@ def _answer(decoder: TextDecoder, token_ids: list[int], params: SamplingParams) 
 
 
 def main() -> None:
-    """Print the tables."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     copying, describing, checking = inspection()
     costs, (own, theirs) = {n: metrics_cost(n) for n in ROWS}, observation()

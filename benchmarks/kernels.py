@@ -1,15 +1,15 @@
-"""The kernels on an NVIDIA card: checks against the reference, times, and times of other implementations.
+"""The kernels on an NVIDIA GPU: checks against the reference, times, and times of other implementations.
 
     python benchmarks/kernels.py --check                  # only compare with the reference on this device
-    python benchmarks/kernels.py --out benchmarks/results # check, then measure: at most 8 minutes on a card
-    python benchmarks/kernels.py --tiny                   # small shapes on any machine: a rehearsal without figures
+    python benchmarks/kernels.py --out benchmarks/results # check, then measure: at most 8 minutes on a GPU
+    python benchmarks/kernels.py --tiny                   # small shapes on any machine: a rehearsal
 
-1. The card's limits: bytes copied per second and bf16 flops per second. All other results are shares of them.
+1. The GPU's limits: bytes copied per second and bf16 flops per second. All other results are shares of them.
 2. paged_attention: decodes and a prefill chunk with Llama-3-8B's heads (32 query and 8 KV heads of 128, bf16, blocks of
    16). For comparison: JAX's own `paged_attention` (pages) and `decode_attention`, cuDNN and torch (contiguous KV), and
    vLLM's unified attention (pages), if `--vllm-attention FILE` names a copy of it.
-3. write_kv, and write_qkv, which reads the product of the q, k and v matrices.
-4. gated_dot: gate, up and activation as one kernel, and as XLA's product and activation.
+3. write_kv, and write_qkv, which reads the output of the q, k and v matmuls.
+4. gated_dot: gate, up and activation as one kernel, and as XLA's matmul and activation.
 
 A measurement is one jitted loop whose iterations depend on each other. It cycles through the pages of several layers,
 more than any cache holds. The table has the median of the repeats. The JSON file has all repeats and is written after
@@ -70,8 +70,8 @@ class Shape:
     head_dim: int = 128
     block_size: int = 16
     kv_dtype: str = "bfloat16"
-    decodes: tuple[int, ...] = ()  # keys of further rows, of one token each: a mixed step
-    table_keys: int = 0            # most keys that a block table holds; 0: as many as the longest row has
+    decodes: tuple[int, ...] = ()  # keys of additional rows with one token each: a mixed step
+    table_keys: int = 0            # capacity of a block table, in keys; 0: the longest row's keys
 
     @property
     def rows(self) -> list[tuple[int, int]]:
@@ -80,12 +80,12 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row has one token."""
+        """True if every row has one token."""
         return self.chunk == 1
 
     @property
     def is_ours_alone(self) -> bool:
-        """Whether other implementations cannot take it, or take no notice of what it shows."""
+        """True if other implementations do not support the shape, or their time does not depend on the table."""
         return bool(self.decodes or self.table_keys)
 
     @property
@@ -96,7 +96,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Operations of the two products, for the keys that a causal chunk sees."""
+        """Flops of the two matmuls, for the keys that a causal chunk sees."""
         seen = sum(tokens * keys - tokens * (tokens - 1) // 2 for tokens, keys in self.rows)
         return 4 * seen * self.heads * self.head_dim
 
@@ -107,7 +107,6 @@ class Shape:
 
 
 def shapes(tiny: bool) -> list[Shape]:
-    """The measured batches."""
     rng = np.random.default_rng(0)
     mixed = tuple(int(n) for n in rng.integers(128, 8193, 256))
     real = [
@@ -154,11 +153,11 @@ def chained(attend: Callable[..., jax.Array], turns: int) -> Callable[..., jax.A
     return run
 
 
-# --- the card ---------------------------------------------------------------------------------------------------------
+# --- the GPU ----------------------------------------------------------------------------------------------------------
 
 
 def measure_card(tiny: bool, repeats: int) -> dict[str, float]:
-    """Bytes per second of a copy (read plus written), and flops per second of a bf16 product."""
+    """Bytes per second of a copy (read plus written), and flops per second of a bf16 matmul."""
     size, width = (1 << 16, 64) if tiny else (1 << 30, 8192)
     source = jnp.arange(size // 4, dtype=jnp.float32)
     turns = 4 if tiny else 200  # the loop begins with one more copy, which is not counted
@@ -168,7 +167,7 @@ def measure_card(tiny: bool, repeats: int) -> dict[str, float]:
         return lax.fori_loop(0, turns, lambda i, x: x + 1.0, x)
 
     copy = statistics.median(seconds(copies, (source,), turns, repeats))
-    # random numbers, because cards clock higher with constant ones; scaled so that their size stays the same
+    # random numbers, because GPUs clock higher with constants; scaled to keep their magnitude
     x, w = jax.random.normal(jax.random.key(0), (2, width, width), jnp.bfloat16)
     turns = 4 if tiny else 40
 
@@ -278,9 +277,9 @@ def cudnn(shape: Shape) -> tuple[Callable, tuple]:
 
 
 def torch_peers(shape: Shape, plain: bool, vllm: pathlib.Path | None, repeats: int) -> dict[str, list[float] | str]:
-    """Seconds of the implementations of torch_peers.py, or the reason why there are none.
+    """Seconds of the implementations of torch_peers.py, or the reason why one is not measured.
 
-    plain: contiguous KV can stand for the shape. vllm: the user's copy of vLLM's attention.
+    plain: contiguous KV can replace the pages. vllm: the user's copy of vLLM's attention.
     """
     heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
 
@@ -298,7 +297,7 @@ def torch_peers(shape: Shape, plain: bool, vllm: pathlib.Path | None, repeats: i
 
     missing = None if importlib.util.find_spec("torch") else "not measured: torch is not installed"
     if jax.default_backend() != "gpu":
-        missing = "not measured: needs an NVIDIA card"
+        missing = "not measured: needs an NVIDIA GPU"
     calls: dict[str, Callable[[], list[float]] | str] = {}
     if plain:
         calls["torch, contiguous"] = missing or contiguous
@@ -315,14 +314,14 @@ def torch_peers(shape: Shape, plain: bool, vllm: pathlib.Path | None, repeats: i
 
 
 def torch_module() -> Any:
-    """torch_peers.py, which lies next to this file."""
+    """Import torch_peers.py."""
     return importlib.import_module("torch_peers")
 
 
 def measure_attention(
     shape: Shape, implementation: str, tiny: bool, repeats: int, vllm: pathlib.Path | None
 ) -> dict[str, Any]:
-    """Seconds per call of each implementation, or the reason why it does not take the shape. vllm: as `torch_peers`."""
+    """Seconds per call of each implementation, or its error. vllm: as for `torch_peers`."""
     results: dict[str, Any] = {}
     cases: dict[str, Callable[[], tuple[Callable, tuple]]] = {implementation: lambda: ours(shape, implementation)}
     on_gpu = jax.default_backend() == "gpu"
@@ -330,7 +329,7 @@ def measure_attention(
         cases["xla"] = lambda: ours(shape, "xla")
     if on_gpu and not shape.is_decode:
         cases["mosaic_prefill"] = lambda: ours(shape, "mosaic_prefill")
-    plain = shape.kv_dtype == "bfloat16" and not shape.is_ours_alone  # what the other implementations take
+    plain = shape.kv_dtype == "bfloat16" and not shape.is_ours_alone  # shapes that the other implementations support
     if on_gpu and plain:
         cases["cuDNN, contiguous"] = lambda: cudnn(shape)
         if shape.is_decode:
@@ -353,7 +352,7 @@ def measure_attention(
 def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, Any]:
     """Seconds per call of write_kv and write_qkv: 8,192 tokens, 8 KV heads of 128, bf16; write_qkv: 32 query heads.
 
-    It cycles through six layers: 200 MB of new keys and values, 400 MB of pages.
+    The loop cycles through six layers: 200 MB of new keys and values, 400 MB of pages.
     """
     tokens, heads, q_per_kv, dim, turns = (64, 2, 2, 16, 2) if tiny else (8192, 8, 4, 128, 20)
     num_layers = 2 if tiny else 6
@@ -364,7 +363,7 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, An
     layers = tuple(KVPages.create(2 * tokens // 16, 16, heads, dim, jnp.bfloat16) for _ in keys)
     products = tuple(jax.random.normal(k, (tokens, heads, q_per_kv + 2, dim), jnp.bfloat16) for k in keys)
     news = tuple(tuple(jax.random.normal(k, (2, tokens, heads, dim), jnp.bfloat16)) for k in keys)
-    # every iteration differs a little, so that XLA cannot hoist work out of the loop
+    # every iteration differs, so that XLA cannot hoist work out of the loop
 
     def plain(layers: tuple, news: tuple, slots: jax.Array, *, name: str) -> tuple:
         def turn(i: jax.Array, layers: tuple) -> tuple:
@@ -400,7 +399,7 @@ def measure_write(implementation: str, tiny: bool, repeats: int) -> dict[str, An
 
 
 def measure_gated(tiny: bool, repeats: int, card: dict[str, float], end: float) -> dict[str, Any]:
-    """Print and return the seconds per call of gated_dot, as long as the time `end` is not reached."""
+    """Print and return the seconds per call of gated_dot. Starts no workload after the time `end`."""
     found: dict[str, Any] = {}
     for products in gated_matmul.workloads(tiny):
         if time.monotonic() > end:
@@ -418,7 +417,7 @@ def measure_gated(tiny: bool, repeats: int, card: dict[str, float], end: float) 
 
 
 def check(implementation: str, tiny: bool) -> dict[str, Any]:
-    """Print and return the largest differences from the reference, or what went wrong. Prints the limit as well."""
+    """Print and return the largest differences from the reference, or the error. Prints the limit too."""
     found: dict[str, Any] = {}
     cases = ("decode",) if implementation == "mosaic_gpu" else tuple(CASES)
     for heads, kv_heads, dim, block, dtype, kv_dtype, window in CHECKS[-1:] if tiny else CHECKS:
@@ -444,7 +443,7 @@ def wrong(checks: dict[str, Any]) -> list[str]:
 
 
 def print_times(results: dict[str, Any], moved: Callable[[str], float], unit: str, of: float) -> None:
-    """Print one line per implementation. moved: bytes or flops of a call; of: the card's limit, per second."""
+    """Print one line per implementation. moved: bytes or flops of a call; of: the GPU's limit, per second."""
     for name, times in results.items():
         if isinstance(times, str):
             print(f"  {name:34} {times}", flush=True)
@@ -459,12 +458,11 @@ def print_times(results: dict[str, Any], moved: Callable[[str], float], unit: st
 
 
 def main() -> None:
-    """Check, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="only compare with the reference")
     only.add_argument("--measure", action="store_true", help="only measure")
-    parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a card")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal without a GPU")
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="default: the best one for this device")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--vllm-attention", type=pathlib.Path, metavar="FILE",

@@ -1,11 +1,11 @@
-"""Everything to run on an NVIDIA card: first what must be right, then figures.
+"""Run all checks, then all measurements, on an NVIDIA GPU.
 
-    python benchmarks/on_card.py --out FOLDER                      # all of it, about 25 minutes
+    python benchmarks/on_card.py --out FOLDER                      # all stages, about 25 minutes
     python benchmarks/on_card.py --out FOLDER --only kernels demo  # some of the stages
-    python benchmarks/on_card.py --out FOLDER --minutes 6          # cut figures off after 6 minutes
+    python benchmarks/on_card.py --out FOLDER --minutes 6          # end measurements after 6 minutes
 
-Checks run at the same time, each in a process with a part of the card's memory. Figures run one after the other. Every
-stage has a time limit and a log in the folder, and a stage that fails stops no other. The output is a line for each.
+Checks run at the same time, each in a process with a share of the GPU's memory. Measurements run one after the other.
+Every stage has a time limit and a log in the folder, and prints one line. A failed stage does not stop the others.
 """
 
 import argparse
@@ -32,7 +32,7 @@ QWEN = {  # Qwen3 0.6B
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A command, and how much of the card it needs. memory: part of the card; 0 leaves it to the command."""
+    """A command and its limits. memory: share of the GPU's memory; 0: the command decides."""
 
     command: tuple[str, ...]
     limit: int            # seconds
@@ -40,7 +40,6 @@ class Stage:
     flags: str = ""       # XLA_FLAGS
 
     def environment(self, out: pathlib.Path) -> dict[str, str]:
-        """Variables of the process."""
         found = dict(os.environ, JAX_PLATFORMS="cuda,cpu", PYTHONUNBUFFERED="1", TQDM_MININTERVAL="10")
         found["JAX_COMPILATION_CACHE_DIR"] = str(out / "programs")
         if self.memory:
@@ -55,14 +54,14 @@ FAMILIES = (
 
 
 def families(out: pathlib.Path, number: int) -> Stage:
-    """Models of tests/golden in float32, against Transformers' answers. XLA's products are not tuned: it takes time."""
+    """Models of tests/golden in float32, against Transformers' answers. XLA does not tune matmuls, to save time."""
     rest = ("--sizes", "1", "--stages", "1", "--contexts", "1", "--output", str(out / f"families-{number}.json"))
     command = (*PYTHON, str(HERE / "parallel_matrix.py"), *rest, "--variants", *FAMILIES[number])
     return Stage(command, 200, 0.05, "--xla_gpu_autotune_level=0")
 
 
 def checks(out: pathlib.Path) -> dict[str, Stage]:
-    """Stages that share the card."""
+    """Checks, which share the GPU."""
     quantized = (str(HERE / "quantized_kernels.py"), "--check", "--out", str(out / "quantized_checks.json"))
     return {
         "kernels": Stage((*PYTHON, str(HERE / "kernels.py"), "--check", "--out", str(out)), 300, 0.08),
@@ -74,7 +73,7 @@ def checks(out: pathlib.Path) -> dict[str, Stage]:
 
 
 def figures(out: pathlib.Path) -> dict[str, Stage]:
-    """Stages that need the card for themselves."""
+    """Measurements. Each needs the GPU alone."""
     steps = (*PYTHON, str(HERE / "steps.py"), "--out", str(out / "steps.jsonl"), "--trace", str(out / "traces"))
     model = out / "qwen3-0.6b"
     model.mkdir(exist_ok=True)
@@ -114,11 +113,10 @@ def run(name: str, stage: Stage, out: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Run the stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of logs and results")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="some stages; default: all")
-    parser.add_argument("--minutes", type=float, default=60, help="cut figures off after this time (default: 60)")
+    parser.add_argument("--minutes", type=float, default=60, help="end measurements after this time (default: 60)")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     args.out = args.out.resolve()

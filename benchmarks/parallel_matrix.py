@@ -5,11 +5,11 @@
 
 Runs the checkpoints of tests/golden on forced CPU devices, in float32: every `tensor_parallel_size` with every
 `pipeline_parallel_size` and `prefill_context_parallel_size` that 8 devices allow. Stages and contexts are not combined
-with each other. Models with experts run also with `enable_expert_parallel`, and each again with `deterministic`. Prints
-a row for each, with
-- tokens: greedy tokens that are Transformers' (a difference counts only where the best two are 1e-5 apart or more);
+with each other. Models with experts also run with `enable_expert_parallel`, and all runs repeat with `deterministic`.
+Prints a row for each run:
+- tokens: greedy tokens equal Transformers' (a difference counts only if the best two are at least 1e-5 apart);
 - logprobs: the largest difference from Transformers' log-probabilities;
-- bits: with `deterministic`, whether tokens and log-probabilities equal those of one device bit by bit.
+- bits: with `deterministic`, tokens and log-probabilities equal those of the first run, on one device by default.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import jpaged  # noqa: E402
 from jpaged.errors import ModelLoadError  # noqa: E402
 from tests.golden.checkpoints import VARIANTS, Variant, write_checkpoint  # noqa: E402
 
-NEAR = 1e-5  # best two log-probabilities closer than this may change places
+NEAR = 1e-5  # the best two log-probabilities may swap if they are closer
 # one variant of each family
 FAMILIES = (
     "llama", "mistral-window", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "mixtral", "gemma", "gemma2", "gemma3",
@@ -61,11 +61,11 @@ class Run:
 
 
 def answers(folder: str, variant: Variant, prompts: list[list[int]], **options: Any) -> list[list[dict[int, float]]]:
-    """For each prompt and token: log-probabilities by id; the sampled token comes first."""
+    """For each prompt and token: log-probabilities by id, the sampled token first."""
     sizes: dict[str, Any] = {"row_buckets": (8,), "token_buckets": (64,)}
     sizes |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     count = len(prompts)
-    if options["prefill_context_parallel_size"] > 1:  # then each device has some of the last third
+    if options["prefill_context_parallel_size"] > 1:  # so that each device has some tokens of the last third
         sizes |= {"max_num_seqs": 32, "token_buckets": (512,), "max_num_batched_tokens": 512}
         prompts = prompts * 3
     params = jpaged.SamplingParams(temperature=0, max_tokens=variant.num_tokens, ignore_eos=True, logprobs=5)
@@ -82,7 +82,7 @@ def answers(folder: str, variant: Variant, prompts: list[list[int]], **options: 
 
 
 def compare(found: list[list[dict[int, float]]], golden: dict) -> tuple[bool, float]:
-    """(tokens are Transformers', largest difference of log-probabilities), up to the first near tie."""
+    """(tokens equal Transformers', largest difference of log-probabilities), up to each first different token."""
     equal, largest = True, 0.0
     for steps, answer in zip(found, golden["answers"], strict=True):
         for i, step in enumerate(steps):

@@ -1,10 +1,10 @@
-"""An engine of two processes that is killed and stopped at random moments: does everything end, and how?
+"""Kill and stop an engine of two processes at random moments, and check how its processes and streams end.
 
     python benchmarks/process_chaos.py [--tries 50] [--seed 1] [--output FILE]
 
-Each try starts `jpaged serve demo` as two processes with one CPU device each, opens streams, and then does one thing:
+Each try starts `jpaged serve demo` as two processes with one CPU device each, opens streams, and does one of these:
 - follower killed, leader killed (SIGKILL): the other process must end with status 1, within seconds;
-- both stopped, or only the leader (SIGTERM): every open stream must end whole, and both processes with status 0;
+- both stopped, or only the leader (SIGTERM): open streams must be complete, and both processes end with status 0;
 - other options on one node: both must end with status 2, and name the option.
 Prints a row for each try. A process that has not ended after 60 s is a hang, and the script ends with status 1.
 """
@@ -54,7 +54,7 @@ class Pair:
     def __init__(
         self, folder: pathlib.Path, *, other_options: bool = False, tensor: int = 2, slurm: bool = False
     ):
-        """slurm: start both with one command, and the variables that Slurm sets."""
+        """slurm: start both with the same command, and with the variables that Slurm sets."""
         self.port, group_port = free_port(), free_port(2)
         shared = ["demo", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8"]
         shared += ["--tensor-parallel-size", str(tensor), "--master-port", str(group_port), "--join-timeout", "60"]
@@ -76,7 +76,7 @@ class Pair:
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder))
 
     def wait_until_ready(self) -> None:
-        """Wait for the server. Raises RuntimeError if a process ends before."""
+        """Wait for the server. Raises RuntimeError after 300 s, or if a process ends."""
         began = time.monotonic()
         while "ready: http" not in self.logs[0].read_text():
             if any(process.poll() is not None for process in self.processes) or time.monotonic() - began > 300:
@@ -88,7 +88,7 @@ class Pair:
         return json.loads(self._post(prompt=prompt, temperature=0, **body))
 
     def stream(self, prompt: str) -> bool:
-        """Read a stream of 200 tokens. Returns whether it came to its end."""
+        """Read a stream of 200 tokens. Returns True if it is complete."""
         try:
             return b"data: [DONE]" in self._post(prompt=prompt, max_tokens=200, ignore_eos=True, stream=True)
         except (OSError, http.client.HTTPException):
@@ -102,7 +102,7 @@ class Pair:
             return answer.read()
 
     def statuses(self, seconds: float = LONGEST) -> list[int | None]:
-        """Exit statuses of both processes; None for one that has not ended in time."""
+        """Exit statuses of both processes; None for a process that still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         found: list[int | None] = []
         for process in self.processes:
@@ -113,7 +113,7 @@ class Pair:
         return found
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill the processes that still run."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -121,7 +121,7 @@ class Pair:
 
 
 def attempt(event: str, rng: random.Random, folder: pathlib.Path) -> dict[str, Any]:
-    """One try. Returns its row."""
+    """Run one try. Returns its row."""
     pair = Pair(folder, other_options=event == "other options")
     whole: list[bool] = []
     try:

@@ -2,10 +2,9 @@
 
     python benchmarks/quality.py --out benchmarks/results/quality.json --plot docs/quantization.png
 
-The perplexity is that of an engine. The KL divergence of a token is that from the float32 model, over the whole
-vocabulary. The bytes are those of the loaded matrices and their scales. bfloat16 on CPU needs JAX 0.11. The calibration
-text is from the training text of the demo model: the standard library of the running Python. Exits with 1 if a figure
-is worse than promised.
+An engine computes the perplexity. The KL divergence of a token is from the float32 model, over the whole vocabulary.
+Bytes count the loaded matrices and their scales. bfloat16 on CPU needs JAX 0.11. The calibration text is from the
+demo model's training text: the standard library of the running Python. Exits with 1 if a case exceeds its limits.
 """
 
 import argparse
@@ -36,37 +35,37 @@ SIZES: dict[str, Any] = {
     "max_num_seqs": 8, "row_buckets": (8,), "token_buckets": (512,), "max_num_batched_tokens": 512,
     "max_model_len": 1100, "enable_prefix_caching": False,
 }  # fmt: skip
-CALIBRATION_FILES, CALIBRATION_CHARACTERS = 24, 2500  # and characters of each file: 17,408 tokens
+CALIBRATION_FILES, CALIBRATION_CHARACTERS = 24, 2500  # characters of each file; 17,408 tokens in all
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of the table, and what it must reach."""
+    """One row of the table, and its limits."""
 
     name: str
-    options: dict[str, Any]            # of the engine; the dtype is bfloat16 unless they say otherwise
+    options: dict[str, Any]            # of the engine; default dtype: bfloat16
     checkpoint: tuple[str, str] | None = None  # scheme and method of `jpaged quantize`; None: the demo model itself
-    most_ratio: float | None = None    # of the perplexity to that of float32
-    most_bytes: float | None = None    # of the layers' matrices to those in bfloat16
+    most_ratio: float | None = None    # of the perplexity to float32's
+    most_bytes: float | None = None    # of the layers' matrices, as a share of their bytes in bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Measured figures of a case."""
+    """Measurements of a case."""
 
     name: str
     tokens: int
     perplexity: float
     ratio: float              # to float32
-    mean_kl: float            # nats; p99_kl likewise
+    mean_kl: float            # nats, as p99_kl
     p99_kl: float
     top1_agreement: float
     matrix_bytes: int         # of the layers
-    matrix_share: float       # of those in bfloat16
-    embedding_bytes: int      # and of the output matrix
+    matrix_share: float       # of their bytes in bfloat16
+    embedding_bytes: int      # with the output matrix
 
 
-# fp8 weights are dequantised on CPU while they load, unless activations stay as they are
+# CPUs dequantise fp8 weights at load, unless activations stay float
 _FLOAT = {"quantized_activations": "float"}
 CASES = (
     Case("float32", {"dtype": "float32"}),
@@ -88,7 +87,7 @@ CASES = (
 
 
 def calibration_text() -> str:
-    """Beginnings of training files, evenly spread."""
+    """The first characters of evenly spread training files."""
     files = read_corpus(pathlib.Path(sysconfig.get_paths()["stdlib"])).train
     step = len(files) // CALIBRATION_FILES
     return "".join(text[:CALIBRATION_CHARACTERS] for text in files[::step])
@@ -120,7 +119,7 @@ def weight_bytes(model: LoadedModel) -> tuple[int, int]:
 
 
 def measured(case: Case, folder: pathlib.Path, text: str, exact: LoadedModel, perplexity: float | None) -> Row:
-    """Figures of a case. exact: the float32 model. perplexity: its perplexity; None: the case is this model."""
+    """Measure a case. exact: the float32 model. perplexity: of that model; None: the case is that model."""
     model = "demo" if case.checkpoint is None else str(folder_of(folder, case))
     options: dict[str, Any] = {"model": model, "dtype": "bfloat16"} | case.options
     quality = measure(options | SIZES, text, WINDOW)
@@ -136,7 +135,7 @@ def measured(case: Case, folder: pathlib.Path, text: str, exact: LoadedModel, pe
 
 
 def failures(cases: list[Case], rows: list[Row]) -> list[str]:
-    """Names of the cases that are worse than promised."""
+    """Names of the cases that exceed a limit. Prints each comparison."""
     found = []
     for case, row in zip(cases, rows, strict=True):
         for what, value, most in (
@@ -179,12 +178,12 @@ def plot(rows: list[Row], path: pathlib.Path) -> None:
 
 
 def main() -> int:
-    """Measure all cases. Print the table after each."""
+    """Measure all cases. Prints a row after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="rows besides float32")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="rows in addition to float32")
     parser.add_argument("--characters", type=int, help="score only the first characters of the text")
-    parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to keep the checkpoints in, or to find them")
-    parser.add_argument("--out", type=pathlib.Path, help="write the figures to this file, as JSON")
+    parser.add_argument("--checkpoints", type=pathlib.Path, help="folder of the checkpoints; missing ones are written")
+    parser.add_argument("--out", type=pathlib.Path, help="write the measurements to this file, as JSON")
     parser.add_argument("--plot", type=pathlib.Path, help="draw a PNG file; needs matplotlib")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

@@ -1,15 +1,15 @@
-"""The products with quantised weights on an NVIDIA card: checks against the reference on CPU, and times.
+"""Matmuls with quantised weights on an NVIDIA GPU: checks against the reference on CPU, and times.
 
     python benchmarks/quantized_kernels.py --check                   # only compare with the reference
-    python benchmarks/quantized_kernels.py --out FILE.json           # check, then measure: about 2 minutes on a card
+    python benchmarks/quantized_kernels.py --out FILE.json           # check, then measure: about 2 minutes on a GPU
     python benchmarks/quantized_kernels.py --tiny                    # small matrices on any machine: a rehearsal
 
-1. quantized_dot: int8, int4, fp8 and fp4, with activations that are not rounded, rounded to 8 bits, or to fp8; 1 to 300
-   rows. The reference runs on the CPU in float32. The same call runs 20 times: other bits would mean a race.
+1. quantized_dot: int8, int4, fp8 and fp4, with activations in float, int8 or fp8, and 1 to 300 rows. The reference runs
+   on the CPU in float32. Each call runs 20 times: different bits would mean a race.
 2. quantized_grouped_dot and grouped_dot: matrices of experts.
-3. Times of a matrix of 4,096 inputs and 14,336 outputs for 1 to 2,048 rows, next to XLA's bf16 product.
+3. Times of a matrix of 4,096 inputs and 14,336 outputs for 1 to 2,048 rows, and of XLA's bf16 matmul.
 
-The loop of a measurement goes through several matrices, more than any cache holds.
+The loop of a measurement cycles through several matrices, more than any cache holds.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from pallas_kernels import QuantizedWeight, grouped_dot, quantized_dot, quantize
 from pallas_kernels.quantized_dot.weight import to_rows
 from tests.kernels.quantized_cases import Case
 
-# |out - reference| / |reference|. A card's division is not rounded exactly, so numbers that lie halfway between two
-# codes of x may get either: with the same rows, a scale that is one bit larger changes int8 by 1e-3, and fp8 by 8e-3.
+# |out - reference| / |reference|. GPUs do not round divisions exactly, so a number of x halfway between two codes may
+# get either. With the same rows, a scale that is one bit larger changes int8 by 1e-3, and fp8 by 8e-3.
 LIMITS = {"float": 1e-5, "int8": 2e-3, "fp8": 1e-2}
 ROUNDED = 4e-3  # where weights or results are rounded to bfloat16
 KINDS = {
@@ -64,14 +64,13 @@ RUNS = 20
 
 
 def drawn(rows: int, case: Case) -> jax.Array:
-    """Random x."""
     return jnp.asarray(np.random.default_rng(rows).standard_normal((rows, case.inputs)), case.dtype)
 
 
 def compared(
     call: Callable[..., jax.Array], reference: Callable[..., jax.Array], arguments: tuple
 ) -> tuple[float, bool]:
-    """(relative difference from the reference on CPU, whether all runs on the device had the same bits)."""
+    """(relative difference from the reference on CPU, True if all runs on the device had the same bits)."""
     with jax.default_device(jax.devices("cpu")[0]):
         expected = np.asarray(reference(*jax.device_put(arguments, jax.devices("cpu")[0])), np.float64)
     run = jax.jit(call)
@@ -81,7 +80,7 @@ def compared(
 
 
 def check(name: str, case: Case, rows: int, make: Callable[[Case, int], tuple[Any, ...]]) -> dict[str, Any]:
-    """Result of one check, and a line on standard output. make(case, rows): call, reference and arguments."""
+    """Run a check and print its line. Returns the result. make(case, rows): call, reference and arguments."""
     found: dict[str, Any] = {"case": name, "rows": rows}
     try:
         difference, same = compared(*make(case, rows))
@@ -120,7 +119,6 @@ def grouped_bf16(case: Case, rows: int) -> tuple[Any, ...]:
 
 
 def checks(tiny: bool) -> list[dict[str, Any]]:
-    """All checks."""
     inputs, outputs = (256, 128) if tiny else (4096, 1024)
     sized = {name: dataclasses.replace(case, inputs=inputs, outputs=outputs) for name, case in KINDS.items()}
     print("quantized_dot:", flush=True)
@@ -145,7 +143,7 @@ def random_weight(case: Case, key: jax.Array) -> QuantizedWeight:
 
 
 def next_x(dot: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weight: Any) -> jax.Array:
-    """x of the next call, which depends on the result of this one."""
+    """Compute the x of the next call, which depends on the result of this call."""
     out = lax.optimization_barrier(dot(x, weight))
     return x + out[:, : x.shape[1]] * jnp.asarray(1e-6, x.dtype)
 
@@ -191,12 +189,11 @@ def measure(tiny: bool, repeats: int, end: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Check, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="only compare with the reference")
     only.add_argument("--measure", action="store_true", help="only measure")
-    parser.add_argument("--tiny", action="store_true", help="small matrices: a rehearsal without a card")
+    parser.add_argument("--tiny", action="store_true", help="small matrices: a rehearsal without a GPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=4.0, help="start no measurement after this time (default: 4)")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file of the results")

@@ -3,13 +3,13 @@
     python benchmarks/replicas.py [--front smg smg-round-robin ray ray-sessions] [--streams 16] [--output FILE]
 
 The front end is the router smg (`pip install smg`) with its policy cache_aware or round_robin, or Ray Serve (`pip
-install 'jpaged[ray]'`). With ray-sessions, Ray sends all requests with the same x-session-id to one server. Each prompt
-begins with one of 30 prefixes, which four prompts have. Three phases with the same prompts:
+install 'jpaged[ray]'`). With ray-sessions, Ray sends all requests with the same x-session-id to one server. Each of 30
+prefixes begins four prompts. Three phases have the same prompts:
 - steady:  all requests must succeed. Hits: the share of requests that found their prefix in the cache of their server.
 - killed:  one server gets SIGKILL while streams run. Requests that were open then may fail, others must not.
 - after:   starts right after the last stream of the second phase.
-Every text is compared with the first phase's. The script ends with status 1 if a request fails that should not, or if a
-text differs. Prints a row, and writes it to FILE.
+Prints a row for each front end, and writes the rows to FILE. Exits with 1 if a request fails that must not, or a text
+differs from the first phase.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SERVER = ["--max-model-len", "512", "--dtype", "float32"]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """An answer of a request. error: why the stream did not end; empty: it did."""
+    """Answer to a request. error: why the stream is incomplete; empty if it is complete."""
 
     prompt: str
     began: float
@@ -56,7 +56,7 @@ class Front(Protocol):
     url: str
 
     def start(self) -> None:
-        """Start them, and wait until requests are answered."""
+        """Start the replicas and the front end, and wait until they answer requests."""
         ...
 
     def kill_one(self) -> None:
@@ -97,7 +97,7 @@ class Smg:
         self._servers[0].send_signal(signal.SIGKILL)
 
     def wait_until_whole(self) -> bool:
-        """It does not start servers."""
+        """Return False: smg does not start servers."""
         return False
 
     def _run(self, name: str, command: Sequence[str]) -> subprocess.Popen:
@@ -109,7 +109,7 @@ class Smg:
 
 
 class Ray:
-    """The application `jpaged.ray_serve` with two replicas, which Ray starts again when one ends."""
+    """The application `jpaged.ray_serve` with two replicas. Ray restarts a replica that ends."""
 
     def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack, router: str | None = None):
         self._folder, self._stack = folder, stack
@@ -173,7 +173,7 @@ def _program(name: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "token"}  # which a cluster of Ray 2.60 asks for
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "token"}  # Ray 2.60 requires the token mode
 
 
 def _wait_for(url: str, seconds: float = 300) -> None:
@@ -188,7 +188,7 @@ def _wait_for(url: str, seconds: float = 300) -> None:
 
 
 def prompts_of(seed: int) -> list[str]:
-    """Prompts of about 250 characters, each with one of PREFIXES beginnings, in random order."""
+    """Prompts of about 250 characters, each with one of PREFIXES prefixes, in random order."""
     rng = random.Random(seed)
     beginnings = [f"# file {i}\n" + f"def function_{i}(first, second):\n    return first + second * {i}\n" * 3
                   for i in range(PREFIXES)]  # fmt: skip
@@ -228,7 +228,7 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: str) -> Answer:
 async def phase(
     front: Front, prompts: Sequence[str], streams: int, name: str, kill_after: int | None = None
 ) -> tuple[list[Answer], float]:  # fmt: skip
-    """Run all prompts, `streams` at a time. Returns the answers, and when a replica was killed."""
+    """Run all prompts, `streams` at a time. Returns the answers, and the time at which a replica was killed."""
     waiting, answers, killed = list(reversed(prompts)), [], float("inf")
     bar = tqdm(total=len(prompts), desc=name, unit="request")
 
@@ -283,7 +283,6 @@ def run(name: str, streams: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--front", choices=FRONTS, nargs="+", default=list(FRONTS))
     parser.add_argument("--streams", type=int, default=16)

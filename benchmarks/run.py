@@ -10,7 +10,7 @@ it. Peers that are not installed are left out. The minutes are for three rounds 
 
 A suite appends a line of JSON for each run to SUITE_suite.jsonl in benchmarks/results, then writes the document. It
 first removes this machine's former results, unless --append is used. It exits with 1 if a run of jpaged fails, compiles
-after ready, or returns another number of tokens than the requests ask for.
+after ready, or returns a wrong number of tokens.
 """
 
 import argparse
@@ -43,23 +43,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: both)")
     parser.add_argument(
         "--workloads", nargs="+", choices=["W1", "W2", "W3"],
-        help="of the suite cpu (default: all; W1 and W2 for the larger model)",
+        help="workloads of the suite cpu (default: all; W1 and W2 for the larger model)",
     )  # fmt: skip
     parser.add_argument(
         "--peers-only", nargs="*", choices=PEERS, default=list(PEERS), metavar="NAME",
         help=f"peers to measure next to jpaged: {', '.join(PEERS)} (default: all; no name: jpaged alone)",
     )  # fmt: skip
     parser.add_argument(
-        "--threads", nargs="+", type=positive, default=[1, 2], help="of the suite scaling (default: 1 2)"
+        "--threads", nargs="+", type=positive, default=[1, 2], help="CPU threads in the suite scaling (default: 1 2)"
     )
     parser.add_argument(
-        "--max-others", type=float, default=limits.max_others, help="share of the CPUs (default: %(default)s)"
+        "--max-others", type=float, default=limits.max_others, help="CPU share of others (default: %(default)s)"
     )
     parser.add_argument(
-        "--quiet-wait", type=float, default=limits.quiet_wait, help="for a quiet machine, in s (default: %(default)s)"
+        "--quiet-wait", type=float, default=limits.quiet_wait, help="seconds to wait for quiet (default: %(default)s)"
     )
     parser.add_argument("--retries", type=int, default=limits.retries, help="of a noisy run (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=limits.timeout, help="of a run, in s (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=limits.timeout, help="seconds of a run (default: %(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the recorded results of former runs")
     parser.add_argument("--results", type=pathlib.Path, default=ROOT / "benchmarks/results", help="folder of results")
     parser.add_argument("--document", type=pathlib.Path, default=ROOT / "docs/performance.md", help="document to write")
@@ -67,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """Parse a positive number."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
@@ -82,7 +81,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -
         if args.peers is None:
             parser.error("--suite needs --peers, the folder of the peers (benchmarks/peers/README.md)")
         if not (args.peers / "workload.json").is_file():
-            parser.error(f"--peers {args.peers}: has no workload.json; make it as benchmarks/peers/README.md tells")
+            parser.error(f"--peers {args.peers}: has no workload.json: make it (benchmarks/peers/README.md)")
         cpus = len(os.sched_getaffinity(0))
         if args.suite == "scaling" and max(args.threads) > cpus:
             parser.error(f"--threads {max(args.threads)}: this process may use {cpus} CPUs")
@@ -99,7 +98,6 @@ def forget(results: pathlib.Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, or only write the document."""
     args = parse(make_parser(), arguments)
     try:
         from suite.report import write

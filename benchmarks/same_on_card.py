@@ -1,10 +1,9 @@
-"""Whether a request's answer on this device is the same alone, in a batch, and from cached pages, bit by bit.
+"""Check that a request's answer on this device has the same bits alone, in a batch, and from cached pages.
 
     python benchmarks/same_on_card.py [--model demo] [--dtype bfloat16]
 
-32 prompts, half of them sampled with seeds. With programs of one size, tokens and log-probabilities must be the same
-bits in any batch: each operation must give a row the same bits in any company. With the programs that
-an engine has by default, the number of requests that differ is printed.
+32 prompts, half of them sampled with seeds. With programs of one size, tokens and log-probabilities must have the same
+bits in any batch. With an engine's default programs, the script only prints the number of requests that differ.
 """
 
 import argparse
@@ -44,7 +43,6 @@ def answers(outputs: Any) -> list[tuple[Any, ...]]:
 
 
 def main() -> None:
-    """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="bfloat16")

@@ -2,10 +2,10 @@
 
     python benchmarks/server_overhead.py [--streams 64] [--tokens 2000] [--rates 10000 25000 50000]
 
-The engine is a mock: it makes tokens for all streams, as many a second as each rate says, and computes nothing. Like
-the real engine, it runs in a thread of the server's process, which has one core. The client of `jpaged bench serve`
-runs on another core. A token that was not sent when the next one is there is sent with that one in one event. While
-the streams run, other requests arrive one at a time: the first byte is theirs. The mock has a first token at once.
+The engine is a mock: it makes tokens for all streams at each rate, and computes nothing. Like the real engine, it runs
+in a thread of the server's process, which has one core. The client of `jpaged bench serve` runs on another core. A
+token that is not sent before the next one exists shares an event with it. While the streams run, other requests arrive
+one at a time. The first byte is measured on these requests, and the mock makes their first token at once.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class _Answer:
     made: int = 0
 
     def next_output(self) -> RequestOutput:
-        """Make a token. Returns what is new, as the engine does for a stream."""
+        """Make a token. Returns the new part of the answer, as the engine does for a stream."""
         self.made += 1
         done = "length" if self.made >= self.count else None
         output = CompletionOutput(0, " abc", [7], None, None, done)
@@ -95,7 +95,7 @@ class MockEngine:
         while True:
             now = time.perf_counter()
             due = max(due, now - 0.1)
-            while due <= now:  # several steps, if the server had Python's lock: a device does not wait for it
+            while due <= now:  # several steps, if the server held Python's lock: a device would not wait
                 running = [answer for answer in self._answers.copy().values() if answer.made < answer.count]
                 if running:
                     loop.call_soon_threadsafe(put_all, [(answer.stream, answer.next_output()) for answer in running])
@@ -109,7 +109,7 @@ class MockEngine:
     num_engines = 1
 
     def metrics(self, engine: int = 0) -> None:
-        """None: the mock has no figures."""
+        """None: the mock has no metrics."""
 
     def get_tokenizer(self) -> None:
         """None: prompts are token ids."""
@@ -119,7 +119,7 @@ class MockEngine:
 
 
 def serve(connection: Any, rate: float, core: int | None) -> None:
-    """Serve in a process of its own. Answers each request on `connection` with the processor time so far."""
+    """Serve until the process is killed. Answers each message on `connection` with the processor seconds so far."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     app = create_app(Server(engine=MockEngine(rate), model_names=("mock",)))  # ty: ignore[invalid-argument-type]
@@ -143,14 +143,14 @@ def serve(connection: Any, rate: float, core: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Figures of one rate."""
+    """Measurements of one rate."""
 
     asked: float            # tokens per second that the engine makes
     received: float         # tokens per second that the client received
     processor: float        # microseconds of the server's processor time a token
-    share: float            # of the server's core that was busy
+    share: float            # busy share of the server's core
     tokens_an_event: float
-    first: list[float]      # milliseconds from sending a request, while the streams run, to its first event
+    first: list[float]      # milliseconds from a request to its first event, while the streams run
 
 
 def measure(rate: float, streams: int, tokens: int, cores: list[int | None]) -> Row:
@@ -185,12 +185,11 @@ def measure(rate: float, streams: int, tokens: int, cores: list[int | None]) -> 
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=64, help="streams at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of each stream (default: %(default)s)")
     parser.add_argument("--rates", type=float, nargs="+", default=[5_000, 10_000, 20_000, 50_000, 100_000])
-    parser.add_argument("--output", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--output", type=Path, help="file for the measurements as JSON")
     args = parser.parse_args()
     available = sorted(os.sched_getaffinity(0))
     cores: list[int | None] = [available[0], available[1]] if len(available) > 1 else [None, None]

@@ -2,10 +2,9 @@
 
     python benchmarks/simulator_agreement.py --cost-model FILE [--model demo] [--rates inf 2] [--num-requests 60]
 
-FILE is written by `jpaged bench steps` with the same engine options, on the same machine. Requests arrive in real time,
-as at a server, with lengths from a seed. The simulation gets the same arrivals. Prints both results for each rate.
-Real runs of all rates take turns. For each rate the run with the shortest median time between tokens counts, because
-other programs disturbed it least.
+FILE is from `jpaged bench steps` with the same engine options, on the same machine. Requests arrive in real time, with
+lengths from a seed. The simulation gets the same arrivals. Prints both results for each rate. Real runs of all rates
+alternate. For each rate the run with the smallest median time between tokens counts: it was disturbed least.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from jpaged.simulator.simulation import SimulationOptions, simulate
 
 
 def run_real(engine: Engine, arrivals: list[Arrival], vocab_size: int) -> dict[str, float]:
-    """Serve a load in real time. Returns figures under the same names as `run_simulated`."""
+    """Serve a load in real time. Returns metrics under the same names as `run_simulated`."""
     rng = np.random.default_rng(1)
     engine.reset_stats()
     token_times: dict[str, list[float]] = {str(number): [] for number in range(len(arrivals))}
@@ -67,7 +66,7 @@ def run_real(engine: Engine, arrivals: list[Arrival], vocab_size: int) -> dict[s
 
 
 def run_simulated(arrivals: list[Arrival], options: SimulationOptions) -> dict[str, float]:
-    """Simulate a load. Returns its figures."""
+    """Simulate a load. Returns its metrics."""
     result = simulate(arrivals, options)
     return {
         "output tokens/s": result.per_second(result.output_tokens),
@@ -84,7 +83,6 @@ def run_simulated(arrivals: list[Arrival], options: SimulationOptions) -> dict[s
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cost-model", required=True, help="file of `jpaged bench steps`, or name of a shipped model")
     parser.add_argument("--model", default="demo", help="folder or name of the model (default: %(default)s)")
@@ -96,7 +94,7 @@ def main() -> None:
     built = build_engine(args.model, None, {"enable_prefix_caching": False}, progress=True)
     shape = engine_shape(built.engine.runner)
     if cost.engine is not None and dataclasses.astuple(cost.engine) != dataclasses.astuple(shape):
-        print(f"the cost model was measured on an engine of another shape: {cost.engine}")
+        print(f"the cost model was measured on an engine with other sizes: {cost.engine}")
     loads = {
         rate: list(
             GeneratedLoad(

@@ -2,8 +2,8 @@
 
     python benchmarks/step_cpu.py MODEL [--rows 1 8 32] [--keys 256] [--attention-implementation xla_loop]
 
-Runs an engine with JAX's profiler and prints milliseconds a step, and each part's share. The parts add up to the time
-that the device computes; the last column is the time from step to step, without the profiler.
+Runs an engine with JAX's profiler. Prints milliseconds per step, and each part's share. The parts add up to the compute
+time of the device. The last column is the time from step to step, without the profiler.
 """
 
 import argparse
@@ -31,14 +31,14 @@ COLUMNS = ("attention", "products", "norms and gates", "writes", "XLA")
 
 
 def part_of(name: str, targets: Mapping[str, str]) -> str | None:
-    """The part that an event of the profiler belongs to. None: not an operation of a program."""
+    """Part of a step that a profiler event belongs to; None if it is not an operation of a program."""
     if name in targets:
         return PARTS.get(targets[name].split(".")[1], "XLA")
     return "XLA" if OPERATION.fullmatch(name) else None
 
 
 def kernels(llm: jpaged.LLM) -> dict[str, str]:
-    """The native kernel of each foreign call of the decode programs, by the call's name."""
+    """The native kernel of each foreign call of the programs, by the call's name."""
     found: dict[str, str] = {}
     engine: Any = llm.engine
     for program in engine.runner.programs.programs:
@@ -66,7 +66,7 @@ def measure(llm: jpaged.LLM, rows: int, keys: int) -> tuple[dict[str, float], fl
     step = (min(seconds[1::2]) - min(seconds[::2])) / STEPS * 1e3
     spent: collections.Counter[str] = collections.Counter()
     targets = kernels(llm)
-    for params, sign in ((many, 1), (one, -1)):  # without the prompts' last blocks
+    for params, sign in ((many, 1), (one, -1)):  # subtract the time of the prompts' last blocks
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 llm.generate(prompts, params, use_tqdm=False)
@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a checkpoint, or demo")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--keys", type=int, default=256, help="of each row at the first step (default: %(default)s)")
+    parser.add_argument("--keys", type=int, default=256, help="keys of a row at the first step (default: %(default)s)")
     parser.add_argument("--attention-implementation", help="cpu or xla_loop (default: jpaged's choice)")
     parser.add_argument("--quantization", choices=["int8", "int4"])
     args = parser.parse_args()

@@ -1,18 +1,18 @@
 """Whole steps on an accelerator: forward pass and sampling, with the programs that an engine runs.
 
-    python benchmarks/steps.py --out benchmarks/results/steps.jsonl          # about 10 minutes on a card
+    python benchmarks/steps.py --out benchmarks/results/steps.jsonl          # about 10 minutes on a GPU
     python benchmarks/steps.py --out FILE --only qwen3-0.6b                  # one model
     python benchmarks/steps.py --tiny --out /tmp/steps.jsonl                 # a rehearsal on any machine
     python benchmarks/steps.py --report benchmarks/results/steps.jsonl       # the table and the plot again
 
-1. The card's limits, measured: bytes copied per second and bf16 flops per second.
+1. The GPU's limits, measured: bytes copied per second and bf16 flops per second.
 2. Decode steps of Llama 3.1 8B and Qwen3 0.6B, with random weights: 1 to 256 rows, greedy and with random sampling.
 3. The largest mixed step: one chunk of a prompt, whose earlier tokens are in the pages.
 
-A time is that of a step in a run of steps that the host does not wait for. It is the median of the repeats, after one
-that is left out. `share` is the time in which the card could read the weights and the KV once, or do the products of a
-prompt, divided by the time of the step. Each result is a line of the file, and cases in it are not measured again: a
-run that was cut off goes on where it ended.
+A time is per step, in a run of steps without waits of the host. It is the median of the repeats, without the first run.
+`share` is the GPU's shortest possible time divided by the step's time. The shortest time is for reading weights and KV
+once, or for the matmuls of a prompt. Each result is a line of the file. Measured cases are not measured again, so an
+interrupted run continues.
 """
 
 import argparse
@@ -60,7 +60,7 @@ TINY = DecoderSpec(
     max_position=256, rope=Rope(), tie_embeddings=True,
 )  # fmt: skip
 DECODES = (Load(1, 1024), Load(1, 32_768), Load(8, 4096), Load(64, 2048), Load(256, 1024))
-CHUNK = Load(1, 8192)  # the last tokens of it are the chunk
+CHUNK = Load(1, 8192)  # its last tokens are the chunk
 VARIANTS = {"greedy": SamplerVariant.GREEDY, "random": SamplerVariant.RANDOM}
 TRACED = ("greedy-1-1024", "greedy-64-2048", "random-64-2048", "chunk-8192", "greedy-3-40")
 
@@ -75,12 +75,12 @@ class Result:
     context: int
     least_bytes: int
     flops: float
-    seconds: list[float]  # of a step, for each repeat; empty: it failed
+    seconds: list[float]  # of a step, for each repeat; empty if the case failed
     error: str = ""
 
 
 class Steps:
-    """A model with random weights on the device, and programs that are compiled as they are needed."""
+    """A model with random weights on the device, and programs that compile on demand."""
 
     def __init__(self, spec: DecoderSpec, loads: list[Load], turns: int, tiny: bool, traces: pathlib.Path | None):
         self.turns, self.traces = turns, traces
@@ -102,21 +102,17 @@ class Steps:
         self._compile = functools.cache(self.build.compile)
 
     def compile(self, decodes: Sequence[Load], variants: Sequence[SamplerVariant]) -> None:
-        """Compile the programs of these decodes and of the chunk, at the same time.
-
-        A program that does not compile raises its error when it is measured, so that the other cases are measured.
-        """
+        """Compile the programs of these decodes and of the chunk, in parallel. Measuring a case raises its error."""
         shapes = {shape for load in decodes for variant in variants for shape in self.decode_shapes(load, variant)}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             concurrent.futures.wait([pool.submit(self._compile, shape) for shape in (*shapes, self.chunk_shape)])
 
     @property
     def spec(self) -> DecoderSpec:
-        """The model's spec."""
         return self.build.blueprint.model.spec
 
     def decode_shapes(self, load: Load, variant: SamplerVariant) -> tuple[ForwardShape, SampleShape]:
-        """The smallest programs that take the rows."""
+        """The smallest programs that fit the rows."""
         shapes = self.build.blueprint.program_shapes
         forwards = [s for s in shapes if isinstance(s, ForwardShape) and s.is_decode and s.rows >= load.rows]
         samplers = [s for s in shapes if isinstance(s, SampleShape) and s.variant is variant and s.rows >= load.rows]
@@ -129,7 +125,7 @@ class Steps:
         return max(mixed, key=lambda s: s.tokens)
 
     def state(self, load: Load, temperature: float, tokens: int) -> DeviceState:
-        """Requests whose first tokens are in the pages: context less `tokens`. KV and hidden states are random."""
+        """State of requests with `load.context - tokens` tokens in the pages. The KV is random."""
         state, size = self.build.create_state(), self.build.limits.block_size
         table = np.zeros(state.table.shape, np.int32)
         rows = slice(0, load.rows)
@@ -147,7 +143,7 @@ class Steps:
         return dataclasses.replace(state.with_pages(pages), table=put(table), blocks=put(blocks))
 
     def decode(self, load: Load, variant: SamplerVariant, repeats: int) -> Result:
-        """Steps of decodes that run one after the other: each reads the token that the one before sampled."""
+        """Time consecutive decode steps. Each reads the token that the previous step sampled."""
         forward, sampler = self.decode_shapes(load, variant)
         run, sample = self._compile(forward), self._compile(sampler)
         packed = np.full(forward.packed_size, -1, np.int32)
@@ -166,7 +162,7 @@ class Steps:
         return Result("", f"decode, {variant.name.lower()}", load.rows, load.context, read, 0.0, seconds)
 
     def chunk(self, load: Load, repeats: int) -> Result:
-        """The largest mixed step: the last tokens of one prompt, again and again."""
+        """Time the largest mixed step: the last tokens of one prompt, repeated."""
         shape = self.chunk_shape
         run = self._compile(shape)
         packed = np.full(shape.packed_size, -1, np.int32)
@@ -192,10 +188,10 @@ class Steps:
     def _time(
         self, name: str, state: DeviceState, step: Callable[[DeviceState], tuple[DeviceState, Any]], repeats: int
     ) -> list[float]:
-        """Seconds of a step, in runs of `turns` steps. With --trace, three more steps are recorded afterwards."""
+        """Seconds of a step, for each run of `turns` steps. With --trace, three more steps are recorded afterwards."""
         times, lengths, output = [], np.asarray(state.table), None
         for _ in range(repeats + 1):
-            table = self.build.blueprint.placement.put(lengths)  # the requests have grown
+            table = self.build.blueprint.placement.put(lengths)  # undo the growth of the requests
             state = dataclasses.replace(state, table=table)
             jax.block_until_ready(state)
             begin = time.perf_counter()
@@ -213,12 +209,12 @@ class Steps:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _random_like(x: jax.Array) -> jax.Array:
-    """Random numbers in place of an array. In its own dtype: float32 would need twice its memory."""
+    """Random numbers with an array's shape and dtype, in its memory. float32 would need twice the memory."""
     return jax.random.normal(jax.random.key(1), x.shape, x.dtype)
 
 
 def random_params(shapes: Params) -> Params:
-    """Random arrays of these shapes on the device: times of zeros are not those of real numbers."""
+    """Random arrays of these shapes on the device. Zeros would change the times."""
 
     @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
     def make(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -230,7 +226,7 @@ def random_params(shapes: Params) -> Params:
 
 
 def lines_of(file: pathlib.Path) -> list[dict[str, Any]]:
-    """The objects of a file of results. Exits with a sentence if it cannot be read, or has a line that is not JSON."""
+    """The objects of a file of results. Exits with a message if the file cannot be read or a line is not JSON."""
     try:
         return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     except OSError as error:
@@ -240,7 +236,7 @@ def lines_of(file: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def case_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells the cases of a file apart."""
+    """Return the fields that identify a case."""
     return tuple(result[name] for name in ("model", "step", "rows", "context"))
 
 
@@ -302,7 +298,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trace", type=pathlib.Path, metavar="FOLDER", help="also record three steps of some cases")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: both")
-    parser.add_argument("--tiny", action="store_true", help="a small model: a rehearsal without figures")
+    parser.add_argument("--tiny", action="store_true", help="a small model: a rehearsal on any machine")
     args = parser.parse_args()
     if args.report:
         report(args.report)

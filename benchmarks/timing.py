@@ -1,4 +1,4 @@
-"""Times of jitted loops, and results of checks in words, for the benchmarks of kernels."""
+"""Times of jitted loops, and texts for the results of checks, for the benchmarks of kernels."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ def sentence(error: Exception) -> str:
 
 
 def within_limit(differences: Mapping[str, float], dtype: str) -> str:
-    """Words for the differences of a check that passed, by case: with the limit that none of them exceeds."""
+    """Text for a check that passed: the difference of each case, and the limit."""
     found = ", ".join(f"{case} {difference:.1e}" for case, difference in differences.items())
     return f"{found}; limit {TOLERANCE[dtype]:.0e}: ok"
 
 
 def too_large(error: Exception) -> str:
-    """Words for a check that failed. The error has the case, the difference and the limit."""
+    """Text for a check that failed. The error has the case, the difference and the limit."""
     return f"too large: {str(error).splitlines()[0]}"

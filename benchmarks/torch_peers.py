@@ -3,7 +3,7 @@
 - torch's scaled_dot_product_attention over contiguous KV. The mask of a chunk at the end of its context is
   `causal_lower_right`, which flash kernels take without a dense mask.
 - vLLM's Triton unified attention over pages, from a copy that the user names: triton_unified_attention.py of vLLM 0.9
-  and later. Without vLLM itself, stand-ins take the place of the few names that the file imports from it.
+  and later. Without vLLM, stand-ins replace the few names that the file imports from it.
 """
 
 import importlib
@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-SEGMENTS = 16      # into which vLLM cuts a row of a small batch of decodes
+SEGMENTS = 16      # vLLM splits a row of a small batch of decodes into this many segments
 SMALL_GRID = 128   # a batch of decodes with at most 128 programs is small
 
 
 def graph_seconds(call: Callable[[], Any], calls: int, repeats: int) -> list[float]:
-    """Seconds of one of the `calls` calls that `call` makes, in a CUDA graph."""
+    """Seconds per attention call, for each repeat. `call` makes `calls` of them, in one CUDA graph."""
     import torch
 
     side = torch.cuda.Stream()
@@ -110,10 +110,7 @@ def unified_seconds(
     file: pathlib.Path, counts: np.ndarray, lens: np.ndarray, tables: np.ndarray, *, heads: int, kv_heads: int,
     head_dim: int, block_size: int, layers: int, repeats: int,
 ) -> list[float]:  # fmt: skip
-    """Seconds of vLLM's unified attention.
-
-    counts, lens: int32[rows], tokens and keys of each row. tables: int32[rows, width], as ours.
-    """
+    """Seconds of vLLM's unified attention. counts, lens: int32[rows], tokens and keys. tables: int32[rows, width]."""
     import torch
 
     attend = load_unified_attention(file)
@@ -129,7 +126,7 @@ def unified_seconds(
         "max_seqlen_k": int(lens.max()), "softmax_scale": head_dim**-0.5, "causal": True, "window_size": (-1, -1),
         "block_table": put(tables), "softcap": 0, "q_descale": None, "k_descale": one, "v_descale": one,
     }  # fmt: skip
-    if "seq_threshold_3D" in inspect.signature(attend).parameters:  # newer copies want the buffers of a split decode
+    if "seq_threshold_3D" in inspect.signature(attend).parameters:  # newer copies need the buffers of a split decode
         most = SMALL_GRID // kv_heads
         parts = torch.empty(most, heads, SEGMENTS, 1 << (head_dim - 1).bit_length(), device="cuda")
         options |= {

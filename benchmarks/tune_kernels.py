@@ -1,16 +1,14 @@
-"""Finds the fastest tile sizes of the NVIDIA kernels on this card, and writes them to the kernels' tuning.json.
+"""Finds the fastest tile sizes of the NVIDIA kernels on this GPU, and writes them to the kernels' tuning.json.
 
-    python benchmarks/tune_kernels.py                      # the shapes below, about 5 minutes each on a card
+    python benchmarks/tune_kernels.py                      # the shapes below, about 5 minutes each on a GPU
     python benchmarks/tune_kernels.py --only llama-3-8b
     python benchmarks/tune_kernels.py --tiny --file /tmp/tuning.json   # a rehearsal on any machine, in interpret mode
 
 For each shape, decode and prefill are tuned separately. The search starts with the rule (`Tiling.by_rule`), changes one
 size at a time and keeps changes that are at least 2% faster, until no change is. The time of a tiling is the geometric
-mean over the workloads. A tiling that does not compile, or whose results differ from XLA's, is skipped. Calls are timed
-as in benchmarks/kernels.py. 8-bit pages are not tuned, and use the rule.
-
-gated_dot is tuned for Llama 3.1 8B with 1, 64, 256 and 2,048 rows. XLA's product and activation are chosen where no
-tiling takes at least 2% less time.
+mean over the workloads. A tiling that does not compile, or gives other results than XLA, is skipped. Calls are timed as
+in benchmarks/kernels.py. 8-bit pages are not tuned, and use the rule. gated_dot is tuned for Llama 3.1 8B with 1, 64,
+256 and 2,048 rows. XLA's matmul and activation are chosen if no tiling takes at least 2% less time.
 """
 
 import argparse
@@ -47,7 +45,7 @@ DECODE: dict[str, tuple[Any, ...]] = {
     "min_split_keys": (256, 512, 1024),
 }  # fmt: skip
 PREFILL: dict[str, tuple[Any, ...]] = {
-    "prefill_kernel": ("triton", "mosaic_gpu"),  # the second one has no sizes to choose
+    "prefill_kernel": ("triton", "mosaic_gpu"),  # the second has no sizes to choose
     "prefill_rows": (32, 64, 128, 256), "prefill_keys": (32, 64, 128), "prefill_warps": (4, 8),
     "prefill_stages": (1, 2, 3, 4),
 }  # fmt: skip
@@ -55,7 +53,7 @@ GATED = {
     "rows": (64, 128, 256), "outputs": (32, 64, 128, 256), "inputs": (32, 64, 128), "warps": (4, 8),
     "stages": (2, 3, 4, 5, 6),
 }  # fmt: skip
-GAIN = 0.98  # a time must be below this share of the best to count as faster: repeats differ by about 1%
+GAIN = 0.98  # a faster time is below this share of the best time: repeats differ by about 1%
 
 
 def workloads(model: str, tiny: bool) -> tuple[list[Shape], list[Shape]]:
@@ -120,7 +118,7 @@ class Judge:
 class Measure(Protocol):
     """Measures tilings."""
 
-    problems: dict[str, str]  # of tilings that do not run
+    problems: dict[str, str]  # errors of tilings that do not run
 
     def __call__(self, tiling: Any) -> float:
         """Seconds per call; infinite if the tiling does not run."""
@@ -130,7 +128,7 @@ class Measure(Protocol):
 def search(
     judge: Measure, start: Any, choices: dict[str, tuple[Any, ...]], name: str, end: float
 ) -> tuple[Any, float]:
-    """The best tiling, and its time as a share of the first one's time. Raises RuntimeError if no tiling runs."""
+    """The best tiling, and its time as a share of the first tiling's. Raises RuntimeError if no tiling runs."""
     best, best_time = start, judge(start)
     first, seen = best_time, {start}
     candidates = sum(len(values) - 1 for values in choices.values())
@@ -149,14 +147,14 @@ def search(
                 if taken < GAIN * best_time:
                     best, best_time, improved = tiling, taken, True
                     bar.set_postfix_str(f"{best_time / first:.2f} of the rule's time")
-    # Measure the best once more. If a kernel broke the card, nothing runs any more and no result is kept.
+    # Measure the best once more. If a kernel broke the GPU, nothing runs any more, and no result is kept.
     if not np.isfinite(judge(best)):
         raise RuntimeError(f"{name}: no tiling runs, {judge.problems}")
     return best, best_time / first if np.isfinite(first) else float("nan")
 
 
 def tune_gated_dot(args: argparse.Namespace, end: float) -> None:
-    """Search tiles for gated_dot, compare them with XLA's products, and write the choice for each number of rows."""
+    """Search tiles for gated_dot, compare them with XLA's matmul, and write the choice for each number of rows."""
     device = jax.devices()[0]
     found = json.loads(args.gated_file.read_text("utf-8")) if args.gated_file.exists() else {}
     choices = {"stages": GATED["stages"][:2]} if args.tiny else GATED
@@ -168,7 +166,7 @@ def tune_gated_dot(args: argparse.Namespace, end: float) -> None:
         try:
             best, _ = search(judge, start, choices, products.name, end)
             share = judge(best) / judge.xla_seconds()
-        except RuntimeError as error:  # no tiling runs: XLA's products remain
+        except RuntimeError as error:  # no tiling runs: XLA's matmul remains
             print(f"  {error}")
         for tiling, problem in judge.problems.items():
             print(f"  out: {tiling}: {problem}")
@@ -185,7 +183,6 @@ def tune_gated_dot(args: argparse.Namespace, end: float) -> None:
 
 
 def main() -> None:
-    """Search, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     only = [*MODELS, "gated_dot"]
     parser.add_argument("--only", choices=only, help="one shape of attention, or gated_dot; default: all")
@@ -200,7 +197,7 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     device = jax.devices()[0]
     if not args.tiny and nvidia_capability(device) is None:
-        parser.exit(2, f"{device.device_kind} is no NVIDIA card: there is nothing to tune; --tiny rehearses\n")
+        parser.exit(2, f"{device.device_kind} is not an NVIDIA GPU: there is nothing to tune, except with --tiny\n")
     if args.tiny and (args.file == tilings.FILE or args.gated_file == gated_tilings.FILE):
         parser.exit(2, "--tiny measures nothing: name another --file and --gated-file than the kernels' own\n")
     if args.only in (None, "gated_dot"):

@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--schemathesis", default="schemathesis", metavar="FILE", help="the schemathesis command")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--examples", type=int, default=30, help="requests of each operation in a phase")
-    parser.add_argument("--max-seconds", type=int, default=600, help="limit of the first run; a sixth of it for the others")
+    parser.add_argument("--max-seconds", type=int, default=600, help="limit of the first run, a sixth for the others")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     version = subprocess.run([options.schemathesis, "--version"], capture_output=True, text=True, check=True).stdout

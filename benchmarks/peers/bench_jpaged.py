@@ -2,8 +2,8 @@
 
     python benchmarks/peers/bench_jpaged.py --model DIR --workload FILE --name W2 [--quantization int8]
 
-One request is read as a stream, so that each token has a time. So are the rows whose steps are timed. Other workloads
-use `LLM.generate`, like a user's batch.
+W1 and timed decode steps (`--steps`) read streams, so that each token has a time. Other workloads use `LLM.generate`,
+like a user's batch.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jpaged
 
 
 class Jpaged(common.Engine):
-    """Methods that both front doors share."""
+    """Methods that `LLM` and `AsyncLLM` share."""
 
     def __init__(self, engine: jpaged.LLM | jpaged.AsyncLLM):
         import jax
@@ -28,7 +28,7 @@ class Jpaged(common.Engine):
         self.version = f"jpaged {jpaged.__version__}, jax {jax.__version__}, python {sys.version.split()[0]}"
 
     def wait_until_ready(self) -> None:
-        """Wait for programs that are compiled while the engine runs already."""
+        """Wait for programs that compile in the background while the engine runs."""
         wait = getattr(self._any, "wait_until_ready", None)  # versions without it are ready once they are loaded
         if wait is not None:
             wait()
@@ -38,7 +38,6 @@ class Jpaged(common.Engine):
         return {"compiles_after_ready": self._any.stats().compiles_after_ready}
 
     def close(self) -> None:
-        """Stop the engine."""
         self._any.close()
 
 
@@ -50,7 +49,7 @@ class Batch(Jpaged):
         super().__init__(self._engine)
 
     def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:
-        """Generate without times of tokens."""
+        """Generate, without times of tokens."""
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         outputs = self._engine.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -80,7 +79,6 @@ class Streams(Jpaged):
         return token_ids
 
     def close(self) -> None:
-        """Stop the engine and its event loop."""
         super().close()
         self._loop.close()
 
@@ -91,14 +89,14 @@ def sampling(request: common.Request) -> jpaged.SamplingParams:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of the engine. Exits with a skipped measurement if this version cannot quantise."""
+    """Options of the engine. Skips the measurement and exits if this version cannot quantise."""
     options = {
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "kv_cache_memory_bytes": None if args.kv_gib is None else args.kv_gib * 2**30,
         "attention_implementation": args.attention_implementation,
-        "mask_unknown_tokens": False,  # random weights choose ids that the tokenizer does not have
+        "mask_unknown_tokens": False,  # random weights choose ids that the tokenizer lacks
     }
     if args.quantization is not None:
         if "quantization" not in {field.name for field in dataclasses.fields(jpaged.EngineConfig)}:
@@ -108,7 +106,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one measurement and print its JSON line."""
     parser = common.parser(__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["auto", "bfloat16", "float32", "float16"])
     parser.add_argument("--quantization", choices=["int8", "int4"], help="quantise the weights at load")

@@ -1,8 +1,8 @@
 """Runs llama.cpp in this process: one `llama_decode` per step over all running sequences.
 
 llama-cpp-python's own class runs one sequence at a time, so this runner calls the C API. It batches like llama.cpp's
-example `parallel`: decodes first, then as many prompt tokens as fit. A prefix that all prompts share is computed once
-and copied to all sequences, which is what llama.cpp offers for it. `--converted` is a GGUF file.
+example `parallel`: decodes first, then prompt tokens until the batch is full. A prefix that all prompts share is
+computed once and copied to all sequences, as llama.cpp allows. `--converted` is a GGUF file.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 import common
 
-BATCH = 2048          # most tokens of one llama_decode
+BATCH = 2048          # maximum tokens of one llama_decode
 MICRO_BATCH = 512     # llama.cpp splits a batch into parts of this size
 SHORTEST_PREFIX = 32  # a shorter common prefix is not worth a copy
 

@@ -1,7 +1,7 @@
 """Runs OpenVINO GenAI's ContinuousBatchingPipeline: continuous batching, paged KV, prefix cache.
 
-`--converted` is a folder that `optimum-cli export openvino` has made. OpenVINO chooses the precision of its products:
-bfloat16 where the CPU has products for it.
+`--converted` is a folder made by `optimum-cli export openvino`. OpenVINO chooses the precision of its matmuls: bfloat16
+if the CPU supports it.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Runs Hugging Face Transformers' `generate`: static batches, left padding, SDPA attention, KV cache.
 
-A batch runs until its longest output is complete. Only the requested tokens are counted: that is the cost of static
-batches. Decode steps (`--steps`) are not measured, because there is no prefix cache.
+A batch runs until its longest output is complete. Only requested tokens count, which is the cost of static batches.
+Decode steps (`--steps`) are not measured, because there is no prefix cache.
 """
 
 import argparse

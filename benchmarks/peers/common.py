@@ -1,12 +1,12 @@
-"""The part that all runners share: arguments, the three kinds of measurement, and the JSON line that they print.
+"""Code that all runners share: arguments, the three kinds of measurement, and the JSON line that they print.
 
 A runner is a class that loads an engine and generates tokens. `main` measures it in one of three ways:
 
 - `--workload FILE --name W1`: output tokens a second of a workload, after a warm-up.
 - the same with `--first-token`: time and CPU time from the start of the process to the first token.
-- `--steps 4x8192 ...`: duration of a decode step for a number of rows, and of keys per row.
+- `--steps 4x8192 ...`: duration of a decode step for a number of rows and a number of keys per row.
 
-Standard library only, because every peer has a virtual environment of its own. Linux only: it reads /proc.
+Standard library only, because every peer has its own virtual environment. Linux only, because it reads /proc.
 """
 
 import abc
@@ -50,17 +50,17 @@ class Arrivals:
 class Engine(abc.ABC):
     """A loaded engine."""
 
-    version = ""  # names and versions of its packages
+    version = ""  # names and versions of the engine's packages
 
     @abc.abstractmethod
     def generate(self, requests: Sequence[Request], arrivals: Arrivals) -> list[list[int]]:
-        """Generate greedily, ignoring ends of sequences. Returns the token ids of each request."""
+        """Generate greedily, ignoring end tokens. Returns the token ids of each request."""
 
     def wait_until_ready(self) -> None:  # noqa: B027 most engines are ready once they are loaded
         """Wait until the engine runs at full speed. Not called before the first token of a start is timed."""
 
     def figures(self) -> dict[str, Any]:
-        """Further figures for the JSON line."""
+        """Additional fields of the JSON line."""
         return {}
 
     def close(self) -> None:  # noqa: B027 most engines end with the process
@@ -107,7 +107,7 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace, load: Callable[[argparse.Namespace], Engine]) -> None:
-    """Load the engine, measure it, and print the figures as one line of JSON."""
+    """Load the engine, measure it, and print the results as one line of JSON."""
     started = time.perf_counter()
     engine = load(args)
     result: dict[str, Any] = {"version": engine.version, "threads": args.threads}
@@ -118,7 +118,7 @@ def main(args: argparse.Namespace, load: Callable[[argparse.Namespace], Engine])
         result["steps"] = [time_steps(engine, *case) for case in args.steps]
     elif args.first_token:
         result |= time_first_token(engine, read_requests(args, "requests")[0])
-        engine.wait_until_ready()  # so that the next start finds all that this one can store
+        engine.wait_until_ready()  # so that the next start finds all programs
     else:
         result |= time_workload(engine, read_requests(args, "warmup")[: args.warmup], read_requests(args, "requests"))
     result["peak_rss_mib"] = peak_rss_mib()
@@ -141,7 +141,7 @@ def read_requests(args: argparse.Namespace, part: str) -> list[Request]:
 
 
 def generate(engine: Engine, requests: Sequence[Request], arrivals: Arrivals) -> list[list[int]]:
-    """Generate, and exit with an error unless every request has exactly the tokens that it asked for."""
+    """Generate. Exits with an error unless every request has exactly `output_len` tokens."""
     outputs = engine.generate(requests, arrivals)
     lengths, wanted = [len(output) for output in outputs], [request.output_len for request in requests]
     if lengths != wanted:
@@ -150,7 +150,7 @@ def generate(engine: Engine, requests: Sequence[Request], arrivals: Arrivals) ->
 
 
 def time_workload(engine: Engine, warmup: list[Request], requests: list[Request]) -> dict[str, Any]:
-    """Warm up, then time all requests, sent at once."""
+    """Warm up, then time all requests together."""
     before = time.perf_counter()
     if warmup:
         generate(engine, warmup, Arrivals(len(warmup)))
@@ -181,7 +181,7 @@ def time_steps(engine: Engine, rows: int, keys: int) -> dict[str, Any]:
     """Time decode steps of `rows` rows with `keys` prompt tokens each.
 
     A first pass computes the prompts. The second pass finds them in the engine's prefix cache, so all rows decode soon.
-    Counts the gaps between the first token of the last row and the last token of the first row to end.
+    Only gaps between tokens count during which all rows decode.
     """
     prompts = [row_prompt(row, keys) for row in range(rows)]
     generate(engine, [Request(prompt, 1) for prompt in prompts], Arrivals(rows))
@@ -211,7 +211,7 @@ class OtherProcesses:
         self._start, self._busy, self._own = time.perf_counter(), machine_cpu_seconds(), cpu_seconds()
 
     def share(self) -> float:
-        """Return the share since the start: 0 is an otherwise idle machine."""
+        """Return the share since the start. It is 0 on an otherwise idle machine."""
         others = (machine_cpu_seconds() - self._busy) - (cpu_seconds() - self._own)
         return max(0.0, others) / ((time.perf_counter() - self._start) * (os.cpu_count() or 1))
 
@@ -254,7 +254,7 @@ def peak_rss_mib() -> float:
 
 
 def _stat(process: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on, or none if the process has ended."""
+    """Fields of /proc/PID/stat from the state on. Empty if the process has ended."""
     try:
         return pathlib.Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

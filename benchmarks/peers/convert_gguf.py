@@ -2,8 +2,8 @@
 
     venvs/llama/bin/python benchmarks/peers/convert_gguf.py PEERS tiny-llama-60m qwen2-0.5b-shape
 
-The bf16 file is written with the package `gguf`, the others by llama.cpp's own quantiser. llama.cpp's converter cannot
-be used: it refuses tokenizers that it does not know. Reads checkpoints of Llama and Qwen2 with a byte-level tokenizer.
+The package `gguf` writes the bf16 file, llama.cpp's own quantiser the others. llama.cpp's converter cannot be used,
+because it refuses unknown tokenizers. Reads checkpoints of Llama and Qwen2 with a byte-level tokenizer.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, config: dict[str, Any], tokenizer: dict[str, Any]) -> None:
-    """Write the tokenizer. Ids that it does not have, up to the model's vocabulary, are unused tokens."""
+    """Write the tokenizer. Missing ids, up to the model's vocabulary, become unused tokens."""
     texts = {token_id: text for text, token_id in tokenizer["model"]["vocab"].items()}
     kinds = dict.fromkeys(texts, gguf.TokenType.NORMAL)
     for token in tokenizer["added_tokens"]:
@@ -92,7 +92,6 @@ def write_bf16(folder: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Convert each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peers", type=pathlib.Path, help="folder of the peers, with models/ and converted/")
     parser.add_argument("models", nargs="+", help="names of folders in models/")

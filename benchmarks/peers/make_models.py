@@ -2,11 +2,11 @@
 
     venvs/hf/bin/python benchmarks/peers/make_models.py PEERS
 
-- tiny-llama-60m: a Llama of 29.4M parameters. The name does not say so: it is older than the shape.
+- tiny-llama-60m: a Llama of 29.4M parameters. The name is older than the shape.
 - qwen2-0.5b-shape: a Qwen2 with the shape of Qwen2.5-0.5B, 494M parameters.
 
 Matrices and biases are normal with deviation 0.02, norm gains are uniform around 2. With gains of 1 and tied
-embeddings a random model only repeats its last token, which would hide errors of attention and of the cache. The
+embeddings a random model only repeats its last token, which hides errors of attention and of the cache. The
 tokenizer is a byte-level BPE, trained on the Python standard library. Needs torch for CPU and transformers.
 """
 
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SEED = 20261120
 DEVIATION = 0.02
-TOKENS = 8192  # of the tokenizer
+TOKENS = 8192  # vocabulary of the tokenizer
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SHARED: dict[str, Any] = {
     "tie_word_embeddings": True, "initializer_range": DEVIATION, "bos_token_id": 0, "eos_token_id": 0,
@@ -31,12 +31,10 @@ SHARED: dict[str, Any] = {
 
 
 def rotary(theta: float) -> Any:
-    """Rotary embeddings with this base."""
     return {"rope_type": "default", "rope_theta": theta}
 
 
 def configurations() -> dict[str, Any]:
-    """Configuration of each model."""
     llama = transformers.LlamaConfig(
         vocab_size=TOKENS, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, rms_norm_eps=1e-5,
@@ -73,7 +71,7 @@ def make_tokenizer() -> Any:
 
 
 def set_weights(model: Any) -> None:
-    """Draw every parameter in the order of the names, so that the library's own initialisation does not matter."""
+    """Draw every parameter, in the order of the names. The library's own initialisation does not matter."""
     draws = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -93,7 +91,7 @@ def update_json(path: pathlib.Path, removed: str = "", **changes: Any) -> None:
 
 
 def write_model(config: Any, tokenizer: Any, folder: pathlib.Path) -> None:
-    """Write one model in bfloat16, with the key names of Transformers 4 too: some peers read only those."""
+    """Write one model in bfloat16. Adds the key names of Transformers 4, because some peers read only these."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     set_weights(model)
     model = model.to(torch.bfloat16)
@@ -111,7 +109,6 @@ def write_model(config: Any, tokenizer: Any, folder: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Write both models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peers", type=pathlib.Path, help="folder of the peers; the models are written to its models/")
     args = parser.parse_args()

@@ -6,8 +6,8 @@
 - W2: 32 requests, prompts of 32 to 256 tokens, outputs of 16 to 256.
 - W3: 32 requests that share 512 prompt tokens and have 32 of their own, 32 output tokens.
 
-Each has a warm-up list of the same prompt lengths with other tokens, so that it fills no prefix cache, and with at most
-8 output tokens. Standard library only.
+Each has a warm-up list with the same prompt lengths and at most 8 output tokens. Its prompts have other tokens, so that
+it fills no prefix cache. Standard library only.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def measured_requests(seed: int) -> dict[str, list[dict]]:
 
 
 def warmup_requests(name: str, requests: list[dict]) -> list[dict]:
-    """Draw other tokens for the prompts of a workload. Those of W3 share a prefix of their own."""
+    """Draw other tokens for the prompts of a workload. The prompts of W3 share another prefix."""
     rng = random.Random(f"warm {name}")
     prefix = token_ids(rng, SHARED)
     result = []

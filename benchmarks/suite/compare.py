@@ -18,7 +18,7 @@ class Statement(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured quantity: the field of a record, and how it is printed."""
+    """A measured quantity: the field of a record, and its format."""
 
     field: str
     title: str
@@ -28,7 +28,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """jpaged next to the best peer."""
+    """jpaged compared with the best peer."""
 
     ours: Sequence[float]
     best_name: str
@@ -40,7 +40,7 @@ class Comparison:
 def compare(
     ours: Sequence[float], peers: Mapping[str, Sequence[float]], *, higher_is_better: bool
 ) -> Comparison | None:
-    """Compare jpaged's runs with those of the peer that has the best median. None without a run on both sides.
+    """Compare jpaged's runs with those of the peer with the best median. None if a side has no run.
 
     `ahead` or `behind`: the medians differ by at least 5%, and the ranges do not overlap. Otherwise `even`.
     """

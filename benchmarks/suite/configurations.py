@@ -5,12 +5,12 @@ import pathlib
 
 RUNNERS = pathlib.Path(__file__).resolve().parent.parent / "peers"
 JPAGED = "jpaged"
-LONG = "-long"  # end of the name of a model whose configuration accepts more positions; conversions do not depend on it
+LONG = "-long"  # suffix of a model whose configuration accepts more positions; its conversions are the model's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Configuration:
-    """An engine with one kind of weights. Configurations are compared with others of the same `weights`."""
+    """An engine with one kind of weights. Only configurations with the same `weights` are compared."""
 
     engine: str
     weights: str             # bf16, int8 or int4
@@ -21,12 +21,10 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """Unique name."""
         return f"{self.engine} {self.kind}"
 
     @property
     def is_jpaged(self) -> bool:
-        """True for jpaged, False for a peer."""
         return self.engine == JPAGED
 
 

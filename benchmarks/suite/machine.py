@@ -1,4 +1,4 @@
-"""The machine: a description of it, and waiting until other processes leave it alone."""
+"""Describes the machine, and waits until other processes are quiet."""
 
 import os
 import pathlib
@@ -26,14 +26,14 @@ def describe() -> dict[str, str | int | float]:
 
 
 def busy_share(seconds: float = 1.0) -> float:
-    """Measure the share of the machine's CPUs that is busy, over some seconds in which this process sleeps."""
+    """Measure the busy share of the machine's CPUs while this process sleeps for some seconds."""
     start, before = time.perf_counter(), machine_cpu_seconds()
     time.sleep(seconds)
     return (machine_cpu_seconds() - before) / ((time.perf_counter() - start) * (os.cpu_count() or 1))
 
 
 def wait_until_quiet(most_busy: float, most_seconds: float) -> bool:
-    """Wait until at most `most_busy` of the machine is busy. Returns False after `most_seconds`."""
+    """Wait until the busy share is at most `most_busy`. Returns False after `most_seconds`."""
     end = time.monotonic() + most_seconds
     while time.monotonic() < end:
         if busy_share() <= most_busy:

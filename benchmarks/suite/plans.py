@@ -1,4 +1,4 @@
-"""The three suites: which measurements they make, in which order.
+"""The measurements of the three suites, in order.
 
 Every round measures each configuration once, one process each, so that a slow hour of the machine affects all of them.
 """
@@ -20,7 +20,7 @@ SLOW_SECONDS, SLOW_RATIO = 30.0, 0.5
 STEP_MODEL = "tiny-llama-60m"
 STEP_ROWS, STEP_KEYS = (1, 4, 16, 64), (64, 512, 1024, 2048, 4096, 8192)
 MOST_KEYS = 65_536  # keys of all rows: 512 MiB of KV in bfloat16
-STEP_ENGINES = ("jpaged", "openvino", "vllm")  # those that keep the KV of ended requests for the next
+STEP_ENGINES = ("jpaged", "openvino", "vllm")  # engines that keep the KV of finished requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Choice:
 
     rounds: int = 3
     models: tuple[str, ...] = MODELS
-    workloads: tuple[str, ...] | None = None   # None: those of WORKLOADS
+    workloads: tuple[str, ...] | None = None   # None: WORKLOADS
     peers: tuple[str, ...] = PEERS
     threads: tuple[int, ...] = (1, 2)          # of the suite `scaling`
 
@@ -40,7 +40,7 @@ class Choice:
 
 
 def rotated(configurations: list[Configuration], number: int) -> list[Configuration]:
-    """Return the configurations of a round: each round begins with another one, so neighbours differ."""
+    """Return the configurations of a round. Each round begins with another one."""
     start = number % len(configurations)
     return configurations[start:] + configurations[:start]
 
@@ -70,7 +70,7 @@ def not_repeated(records: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def run_startup(session: Session, choice: Choice) -> None:
-    """Measure from the start of a process to its first token: with no compiled programs, then with those it stored."""
+    """Measure from the start of a process to its first token: without compiled programs, then with stored ones."""
     with tempfile.TemporaryDirectory(prefix="jpaged-startup-") as folder:
         for number in range(choice.rounds):
             for model in choice.models:
@@ -99,7 +99,7 @@ def _run_command(session: Session, folder: pathlib.Path, number: int) -> None:
 
 
 def step_cases() -> Iterator[str]:
-    """ROWSxKEYS of the suite `scaling`, shorter contexts first: the next ones find them in the prefix cache."""
+    """ROWSxKEYS of the suite `scaling`. Shorter contexts come first: longer ones find them in the prefix cache."""
     for keys in STEP_KEYS:
         for rows in STEP_ROWS:
             if rows * keys <= MOST_KEYS:
@@ -107,7 +107,7 @@ def step_cases() -> Iterator[str]:
 
 
 def run_scaling(session: Session, choice: Choice) -> None:
-    """Measure decode steps by rows, keys and threads, in an engine that takes 8,192 keys and 64 rows."""
+    """Measure decode steps by rows, keys and threads, in an engine for 8,192 keys and 64 rows."""
     model = long_model(session.installation.peers, STEP_MODEL)
     arguments = ("--max-model-len", str(STEP_KEYS[-1] + 64), "--max-num-seqs", str(STEP_ROWS[-1]), "--kv-gib", "2")
     for number in range(choice.rounds):
@@ -120,7 +120,7 @@ def run_scaling(session: Session, choice: Choice) -> None:
 
 
 def long_model(peers: pathlib.Path, model: str) -> str:
-    """Make a copy of a model that accepts 16,384 positions, with links to its files. Returns its name."""
+    """Make a copy of a model that accepts 16,384 positions, with links to the model's files. Returns the name."""
     source, folder = peers / "models" / model, peers / "models" / f"{model}{LONG}"
     if not source.is_dir():
         sys.exit(f"{source} does not exist: make the models first (benchmarks/peers/README.md)")

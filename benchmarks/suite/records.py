@@ -24,17 +24,17 @@ class Runs:
 
     @property
     def noisy(self) -> bool:
-        """True if other processes used more than 10% of the CPUs in every run. Otherwise noisy runs are left out."""
+        """True if other processes used more than 10% of the CPUs in every run. Otherwise noisy runs do not count."""
         return min(map(others, self.records)) > MAX_OTHERS
 
     def values(self, field: str) -> list[float]:
-        """Return a field of each run that has it. Noisy runs only if there are no others."""
+        """Return a field of each run that has it. Noisy runs count only if all runs are noisy."""
         counted = [each for each in self.records if self.noisy or others(each) <= MAX_OTHERS]
         return [each[field] for each in counted if field in each]
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read a file of results. A missing file has none."""
+    """Read a file of results. Empty if the file is missing."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -59,7 +59,7 @@ def grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any
 
 
 def flattened_steps(records: Iterable[Record]) -> list[Record]:
-    """Return a record for each measured decode step of records of the suite `scaling`."""
+    """Return a record for each decode step in records of the suite `scaling`."""
     return [
         {**{name: value for name, value in record.items() if name != "steps"}, **step}
         for record in records

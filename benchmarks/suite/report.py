@@ -154,7 +154,7 @@ def straight(lines: Mapping[tuple[str, int, int], list[tuple[float, float]]]) ->
 
 
 def comparison_rows(labels: list[str], runs: Sequence[Runs], figures: Iterable[Figure]) -> list[list[str]]:
-    """Return a row for each figure that jpaged and a peer have."""
+    """Return a row for each quantity that jpaged and a peer have."""
     rows = []
     for figure in figures:
         found = compared(runs, figure)
@@ -174,7 +174,6 @@ def compared(runs: Sequence[Runs], figure: Figure) -> Comparison | None:
 
 
 def comparison_table(labels: list[str], rows: list[list[str]]) -> str:
-    """Return the table of statements."""
     if not rows:
         return "No row has runs of jpaged and of a peer.\n"
     return markdown([*labels, "figure", "jpaged", "best peer", "ratio", "jpaged is"], rows)
@@ -194,7 +193,7 @@ def detail_table(runs: Sequence[Runs], figures: Sequence[Figure]) -> str:
 
 
 def by_engine(runs: Iterable[Runs], figure: Figure) -> dict[str, list[float]]:
-    """Values of a figure by engine."""
+    """Values of a quantity by engine."""
     return {each.configuration.engine: each.values(figure.field) for each in runs}
 
 
@@ -204,13 +203,12 @@ def marked(runs: Runs) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
 def heading(title: str, records: Sequence[Record]) -> str:
-    """Return the heading of a section with the records of one machine."""
+    """Return the heading of a section for one machine."""
     return f"## {title}: {machine_name(records[0])}\n"
 
 
@@ -232,6 +230,6 @@ def picture(caption: str, path: pathlib.Path) -> str:
 
 
 def failures(records: Sequence[Record]) -> str:
-    """List configurations without a figure, with the reason."""
+    """List configurations without a result, with the reason."""
     found = unfinished(records)
     return "".join(f"- {name}: {reason}\n" for name, reason in found.items())

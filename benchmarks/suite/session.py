@@ -1,4 +1,4 @@
-"""Runs measurements one after another on a quiet machine, and appends each to a file of results, one JSON line each."""
+"""Runs measurements one after another on a quiet machine, and appends a JSON line for each to a file of results."""
 
 import dataclasses
 import datetime
@@ -26,8 +26,8 @@ class Conditions:
     """Limits of a measurement."""
 
     max_others: float = 0.10    # share of the CPUs that other processes may use, before and during a run
-    quiet_wait: float = 60.0    # seconds to wait for that before a run
-    retries: int = 1            # further runs after one with more than that
+    quiet_wait: float = 60.0    # seconds to wait for a quiet machine before a run
+    retries: int = 1            # repeats of a run with more than `max_others`
     timeout: float = 600.0      # seconds of one run
 
 
@@ -66,7 +66,7 @@ class Session:
     ) -> dict[str, Any] | None:
         """Measure a configuration and append the record. Returns it, or None if there is nothing to compare.
 
-        A run is repeated while other processes used too much of the machine. The quietest run counts.
+        A run is repeated if other processes used more than `max_others`. The quietest run counts.
         """
         missing = self.installation.missing(configuration, model)
         if missing is not None:
@@ -112,7 +112,7 @@ class Session:
 
 
 def run_process(command: list[str], environment: dict[str, str], timeout: float) -> Finished:
-    """Run a process in a process group of its own and wait for it. A failure is a record with the field `failed`."""
+    """Run a process in its own process group, and wait for it. After a failure the record has the field `failed`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryFile() as errors:
         start = time.monotonic()
@@ -144,14 +144,13 @@ def run_process(command: list[str], environment: dict[str, str], timeout: float)
 
 
 def child_environment(is_jpaged: bool, caches: Caches | None = None) -> dict[str, str]:
-    """Return the environment of a runner."""
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
     if is_jpaged:
         environment["JAX_PLATFORMS"] = "cpu"
     else:
         environment.pop("PYTHONPATH", None)  # names of jpaged's checkout would hide a peer's packages
     if caches is not None:
-        # vLLM, Transformers and jpaged keep compiled code below the first of these, torch.compile below the second
+        # vLLM, Transformers and jpaged keep compiled code in the first folder, torch.compile in the second
         environment |= {
             "XDG_CACHE_HOME": str(caches.folder),
             "TORCHINDUCTOR_CACHE_DIR": str(caches.folder / "torchinductor"),
