@@ -1,4 +1,4 @@
-"""Build hook of hatchling: checks that every package is there, and adds models/ and serving/ to a wheel.
+"""Build hook of hatchling: checks that no package is missing, and adds models/ and serving/ to a wheel.
 
 The folders models/ and serving/ are imported as jpaged.models and jpaged.serving. A wheel contains them under those
 names, copied from the folders. In a checkout, symbolic links in jpaged/ do the same job. The wheel does not use the
@@ -26,7 +26,7 @@ LINKS = {
 
 
 def missing_packages(root: pathlib.Path) -> str | None:
-    """Return a sentence that names the packages missing from a source tree, or None if all are there."""
+    """Return a sentence that names the packages missing from a source tree, or None."""
     missing = [f"{name}/__init__.py" for name in PACKAGES if not (root / name / "__init__.py").is_file()]
     if not missing:
         return None

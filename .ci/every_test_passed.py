@@ -2,11 +2,10 @@
 
     python .ci/every_test_passed.py [--left-out FILE] REPORT.xml ...
 
-Reads JUnit reports. Collects all tests, whatever their markers. Prints the tests without a pass and exits with 1.
-FILE lists the files of tests that a run has left out, one a line: their tests passed in the recorded complete pass.
-Excepted are tests that a developer starts (`soak`, and those marked both `slow` and `deviceless`) and tests that need
-torch, which no environment of the gate has. Tests of the server's page may be skipped without node or Chromium, and the
-test of the dashboard without Prometheus.
+Reads JUnit reports. Collects all tests, with any markers. Prints the tests without a pass and exits with 1. FILE lists
+the test files that a run has left out, one a line: their tests passed in the recorded complete pass. Exceptions are
+tests that a developer starts (`soak`, and `slow` with `deviceless`), and tests that need torch, which the gate lacks.
+Tests of the server's page may be skipped without node or Chromium, and the test of the dashboard without Prometheus.
 """
 
 import argparse
@@ -19,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-EXCUSES = ("torch", "the page was NOT", "NOT CHECKED")  # parts of the reasons of skips that count as passed
+EXCUSES = ("torch", "the page was NOT", "NOT CHECKED")  # a skip with one of these in its reason counts as passed
 
 
 class Collected:
-    """Plugin that keeps the collected tests."""
+    """Pytest plugin that keeps the names of collected tests."""
 
     def __init__(self, left_out: Collection[str]) -> None:
         self.names: list[str] = []
@@ -62,7 +61,6 @@ def _excused(reason: str) -> bool:
 
 
 def main() -> int:
-    """Run the check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--left-out", type=Path, metavar="FILE")
     parser.add_argument("reports", nargs="+")

@@ -1,24 +1,24 @@
-"""Test files that need not run again, because nothing that they use has changed since all tests passed.
+"""Find test files that need not run again, because nothing that they use has changed since all tests passed.
 
-    python .ci/left_out.py options                       # what a step runs with: versions and XLA_FLAGS
+    python .ci/left_out.py options                       # print a step's versions and XLA_FLAGS
     python .ci/left_out.py list STEP                     # print the files that STEP need not run
     python .ci/left_out.py record OPTIONS COSTS REACH    # write tests/recording/complete_pass.json
 
-A step is a run of tests in .ci/run. `record` reads folders of all steps: OPTIONS has a file for each, which was written
-when it began, COSTS and REACH have a folder for each, which pytest wrote. A file of tests uses:
+A step is a run of tests in .ci/run. `record` reads three folders. OPTIONS has a file for each step, written when the
+step began. COSTS and REACH have a folder for each step, written by pytest. A test file uses:
 
-- itself, the helpers of tests that it imports, its conftest.py files, and all that these import
-- the files of the project with a line that one of its tests reached, in child processes too, and what they import
-- files that its tests opened, and those that were opened while tests were collected
+- itself, the test helpers that it imports, its conftest.py files, and all their imports
+- the files of the project with a line that one of its tests reached, in child processes too, and their imports
+- files that its tests opened, and files that were opened during the collection of tests
 - all data of the tests, golden files among them, the demo model, the kernels' tuning.json, pyproject.toml and .ci/run
 - the options of the step: the versions of Python, JAX and jaxlib, and XLA_FLAGS
 
 An import inside a function counts if its line was reached. A native kernel is compiled from the modules that it names
-in a string. A file with a test that started a process which recorded nothing uses all of the project, new files too.
-A file with a test that was skipped is not recorded: another machine may have what it needs.
+in a string. If a child process of a test recorded nothing, its test file uses all of the project, new files too. A file
+with a skipped test is not recorded: another machine may be able to run the test.
 
-`list` prints a file if the step has passed it, and if all that it uses, and its list of imports, is as it was. The
-lines of a file count together: a program that one of its tests traced serves the others.
+`list` prints a file if the step passed it and nothing that it uses has changed, imports included. Reached lines count
+per test file, because a program that one of its tests traced serves its other tests.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests/recording/complete_pass.json"
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels")
-SCRIPTS = ("benchmarks", "tools")  # whose modules tests import by their bare names, through sys.path
+SCRIPTS = ("benchmarks", "tools")  # tests import their modules by bare names, through sys.path
 CODE = (*PRODUCT, *SCRIPTS, "tests", "examples")
 EVERYTHING = "*"  # stands for all files of the project, except the tests
-COLLECTED = "*"   # "test" of the files that were opened before the first test
-SKIPPED = {"__pycache__", ".hypothesis", ".git", ".pytest_cache", ".ruff_cache"}  # no part of the project
+COLLECTED = "*"   # name of the "test" that opened the files of the collection
+SKIPPED = {"__pycache__", ".hypothesis", ".git", ".pytest_cache", ".ruff_cache"}  # not part of the project
 
 
 def files_under(*folders: str) -> Iterator[str]:
@@ -65,7 +65,7 @@ def data_files() -> frozenset[str]:
     """Files that every test uses."""
     data = {name for name in files_under("tests") if not name.endswith(".py") and Path(name).parent.name != "recording"}
     tuning = {name for name in files_under(*PRODUCT) if Path(name).name == "tuning.json"}
-    # The last four may come, and would replace pytest's options in pyproject.toml.
+    # The last four do not exist. If one appears, it replaces pytest's options in pyproject.toml.
     others = {"pyproject.toml", ".ci/run", "pytest.ini", "pytest.toml", "tox.ini", "setup.cfg"}
     return frozenset(data | tuning | others | set(files_under("jpaged/demo_model")))
 
@@ -78,18 +78,15 @@ def everything() -> frozenset[str]:
 
 @functools.cache
 def digest(name: str) -> str:
-    """Digest of a file's bytes; "" if there is none."""
+    """Digest of a file's bytes; "" if the file is missing."""
     path = ROOT / name
     own = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-    package = path.with_suffix("") / "__init__.py"  # would be imported in place of the file
+    package = path.with_suffix("") / "__init__.py"  # Python would import it instead of the file
     return own + digest(package.relative_to(ROOT).as_posix()) if name.endswith(".py") and package.is_file() else own
 
 
 def module_files(module: str) -> Iterator[tuple[str, bool]]:
-    """Yield the files that an import of a module runs, and whether each is the module itself, not a package around it.
-
-    Nothing for modules of others.
-    """
+    """Yield the project's files that an import runs. With each: True for the module itself, False for its packages."""
     parts = module.split(".")
     if parts[0] not in CODE:
         for folder in SCRIPTS:
@@ -105,16 +102,15 @@ def module_files(module: str) -> Iterator[tuple[str, bool]]:
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """An import statement. line: 0 if it is outside functions, and so always runs."""
+    """An import statement. line: 0 if it is outside functions, where it always runs."""
 
     line: int
-    modules: frozenset[str]   # files, whose own imports count too
-    packages: frozenset[str]  # files of packages around them: what those import for others does not count
+    modules: frozenset[str]   # files; their own imports count too
+    packages: frozenset[str]  # __init__.py files around the modules; their imports do not count
 
 
 @functools.cache
 def imports(name: str) -> tuple[Import, ...]:
-    """Imports of a file."""
     if not name.endswith(".py") or not (ROOT / name).is_file():
         return ()
     found = []
@@ -143,7 +139,7 @@ def imports(name: str) -> tuple[Import, ...]:
 
 
 def imported(files: Iterable[str], reached: dict[str, set[int]]) -> set[str]:
-    """Files, and all that they import. An import inside a product's function counts if its line was reached."""
+    """Files and all their imports. An import inside a function of the product counts if its line was reached."""
     found: set[str] = set()
     packages: set[str] = set()
     left = list(files)
@@ -151,7 +147,7 @@ def imported(files: Iterable[str], reached: dict[str, set[int]]) -> set[str]:
         name = left.pop()
         if name not in found:
             found.add(name)
-            of_tests = name.startswith("tests/")  # whose lines are not recorded
+            of_tests = name.startswith("tests/")  # lines of tests are not recorded
             for one in imports(name):
                 packages |= one.packages
                 if one.line and name == "tests/conftest.py":
@@ -163,14 +159,14 @@ def imported(files: Iterable[str], reached: dict[str, set[int]]) -> set[str]:
 
 @functools.cache
 def static_files(test_file: str) -> frozenset[str]:
-    """Files that a file of tests uses whatever its tests reach."""
+    """Files that a test file always uses."""
     places = [parent / "conftest.py" for parent in Path(test_file).parents]
     conftests = [place.as_posix() for place in places if (ROOT / place).is_file()]
     return frozenset(imported([test_file, *conftests], {}))
 
 
 def state(test_file: str, further: Iterable[str], options: str) -> str:
-    """Digest of all that a file of tests uses."""
+    """Digest of all that a test file uses: options and files."""
     names = {name for each in further for name in (everything() if each == EVERYTHING else [each])}
     names = sorted(static_files(test_file) | data_files() | names)
     text = "\n".join([options, *(f"{name} {digest(name)}" for name in names)])
@@ -178,7 +174,7 @@ def state(test_file: str, further: Iterable[str], options: str) -> str:
 
 
 def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], Counter[str]]:
-    """Lines that the tests of each file reached, by file of the project, and the children that recorded, by test."""
+    """Reached lines by test file and file of the project, and the number of children that recorded, by test."""
     reached: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     children: Counter[str] = Counter()
     for path in folder.glob("*.jsonl"):
@@ -200,7 +196,7 @@ def read_reach(folder: Path) -> tuple[dict[str, dict[str, set[int]]], Counter[st
 
 
 def further_files(reach: Path, costs: Path) -> dict[str, set[str]]:
-    """Files that a run's tests used, besides those of `static_files`."""
+    """Files that the test files of a run used, without `static_files` and `data_files`."""
     reached, children = read_reach(reach)
     of_file: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for path in costs.glob("*.jsonl"):
@@ -222,7 +218,7 @@ def further_files(reach: Path, costs: Path) -> dict[str, set[str]]:
 def options() -> str:
     """Versions and XLA_FLAGS of this process."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
-    python, flags = sys.version_info, os.environ.get("XLA_FLAGS")  # None: those of tests/conftest.py
+    python, flags = sys.version_info, os.environ.get("XLA_FLAGS")  # None: tests/conftest.py sets them
     return ", ".join([f"Python {python[0]}.{python[1]}", *versions, f"XLA_FLAGS {flags!r}"])
 
 
@@ -245,7 +241,7 @@ def record(options: Path, costs: Path, reach: Path) -> dict[str, Any]:
 
 
 def write(rows: dict[str, Any]) -> None:
-    """Write the record, a line for each file of tests."""
+    """Write the record, with a line for each test file."""
     lines = json.dumps(rows, separators=(",", ":")).replace('"tests/', '\n"tests/').replace('"steps"', '\n"steps"')
     RECORD.write_text(lines + "\n")
 
@@ -265,10 +261,9 @@ def unchanged(step: str, options: str) -> list[str]:
 
 
 def main() -> None:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("options", help="print what a step runs with")
+    commands.add_parser("options", help="print a step's versions and XLA_FLAGS")
     listing = commands.add_parser("list", help="print the test files that a step need not run")
     listing.add_argument("step")
     recording = commands.add_parser("record", help="write the record of a complete pass")

@@ -72,7 +72,6 @@ class Case:
 
 
 def draw_cases(seed: int, count: int) -> list[Case]:
-    """Draw the requests of a run."""
     rng, cases = random.Random(f"{seed} cases"), []
     for number in range(count):
         route = ROUTES[number % len(ROUTES)]

@@ -314,7 +314,6 @@ def torch_peers(shape: Shape, plain: bool, vllm: pathlib.Path | None, repeats: i
 
 
 def torch_module() -> Any:
-    """Import torch_peers.py."""
     return importlib.import_module("torch_peers")
 
 

@@ -84,7 +84,6 @@ class Pair:
             time.sleep(0.1)
 
     def complete(self, prompt: str, **body: Any) -> dict[str, Any]:
-        """The answer to a completion request."""
         return json.loads(self._post(prompt=prompt, temperature=0, **body))
 
     def stream(self, prompt: str) -> bool:

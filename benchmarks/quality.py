@@ -108,7 +108,6 @@ def write_checkpoints(folder: pathlib.Path, cases: list[Case]) -> None:
 
 
 def folder_of(folder: pathlib.Path, case: Case) -> pathlib.Path:
-    """Folder of a case's checkpoint."""
     assert case.checkpoint is not None, "the case has no checkpoint"
     return folder / "-".join(case.checkpoint)
 

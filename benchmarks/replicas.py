@@ -77,7 +77,6 @@ class Smg:
         self.url = f"http://127.0.0.1:{free_port()}"
 
     def start(self) -> None:
-        """Start two servers and the router."""
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
         for number, url in enumerate(urls):
             command = [sys.executable, "-m", "jpaged", "serve", "demo", *SERVER, "--port", url.rpartition(":")[2]]
@@ -93,7 +92,6 @@ class Smg:
         _wait_for(f"{self.url}/v1/models")
 
     def kill_one(self) -> None:
-        """Kill the first server."""
         self._servers[0].send_signal(signal.SIGKILL)
 
     def wait_until_whole(self) -> bool:
@@ -136,7 +134,6 @@ class Ray:
         self.wait_until_whole()
 
     def kill_one(self) -> None:
-        """Kill a replica's process."""
         os.kill(self._replicas()[0], signal.SIGKILL)
 
     def wait_until_whole(self) -> bool:

@@ -30,7 +30,6 @@ SUITES = {"cpu": run_cpu, "startup": run_startup, "scaling": run_scaling}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     limits = Conditions()
     parser.add_argument("--suite", choices=SUITES, help="measurements to make")
@@ -73,7 +72,6 @@ def positive(text: str) -> int:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line."""
     args = parser.parse_args(arguments)
     if args.report == (args.suite is not None):
         parser.error("needs either --suite or --report")

@@ -71,7 +71,6 @@ class MockEngine:
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one prompt."""
         loop = asyncio.get_running_loop()
         stream = OutputStream(loop, deltas=True)
         answer = _Answer(stream, sampling_params.max_tokens or 16)
@@ -103,7 +102,6 @@ class MockEngine:
             time.sleep(max(due - time.perf_counter(), 0))
 
     def stats(self) -> EngineStats:
-        """Statistics, for the log."""
         return EngineStats(1, 16, 0, 0, len(self._answers), 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
     num_engines = 1

@@ -49,7 +49,6 @@ def read(folders: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def group_of(test: str, by: str) -> str:
-    """Name of the group of a test."""
     file = test.partition("::")[0]
     return {"test": test, "file": file, "folder": str(Path(file).parent)}[by]
 

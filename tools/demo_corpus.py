@@ -114,7 +114,6 @@ class Stream:
 
     @classmethod
     def encode(cls, tokenizer: Any, texts: Sequence[str]) -> "Stream":
-        """Encode all texts."""
         end = tokenizer.token_to_id(END_OF_TEXT)
         ids = [np.array([end, *e.ids], np.int32) for e in tokenizer.encode_batch(list(texts))]
         stream = np.concatenate(ids)

@@ -330,14 +330,12 @@ def load_params(work: pathlib.Path) -> tuple[decoder.Params, Progress, Recipe]:
 
 
 def load_tokenizer(work: pathlib.Path) -> Any:
-    """Return the tokenizer of the run in `work` (tokenizers.Tokenizer)."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(work / "tokenizer.json"))
 
 
 def recipe_of(record: dict[str, Any]) -> Recipe:
-    """Make a recipe from its JSON values."""
     values = dict(record)
     values["decay_lengths"] = tuple(values["decay_lengths"])  # JSON has no tuples
     return Recipe(**values)

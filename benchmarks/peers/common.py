@@ -85,7 +85,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def step_case(text: str) -> tuple[int, int]:
-    """Parse ROWSxKEYS."""
     rows, _, keys = text.partition("x")
     if not (rows.isdecimal() and keys.isdecimal() and int(rows) > 0 and int(keys) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxKEYS with two positive numbers, such as 4x8192")

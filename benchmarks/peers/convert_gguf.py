@@ -23,7 +23,6 @@ QUANTIZED = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAM
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Write the model's sizes."""
     heads = config["num_attention_heads"]
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_vocab_size(config["vocab_size"])

@@ -50,7 +50,6 @@ def steps(lines: Mapping[tuple[str, int, int], Sequence[tuple[float, float]]], p
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Return the coordinates apart."""
     return [x for x, _ in points], [y for _, y in points]
 
 

@@ -167,7 +167,6 @@ def comparison_rows(labels: list[str], runs: Sequence[Runs], figures: Iterable[F
 
 
 def compared(runs: Sequence[Runs], figure: Figure) -> Comparison | None:
-    """Compare jpaged with its peers."""
     ours = [value for each in runs if each.configuration.is_jpaged for value in each.values(figure.field)]
     peers = {marked(each): each.values(figure.field) for each in runs if not each.configuration.is_jpaged}
     return compare(ours, peers, higher_is_better=figure.higher_is_better)

@@ -65,7 +65,6 @@ class TableCase:
 
 
 def cases() -> list[BeamCase]:
-    """The searches with models."""
     return [
         BeamCase(
             case["variant"], beam_prompt(case["variant"], case["prompt_len"]), BeamParams(*case["params"]),
@@ -76,7 +75,6 @@ def cases() -> list[BeamCase]:
 
 
 def table_cases() -> list[TableCase]:
-    """The searches with tables."""
     return [
         TableCase(case["seed"], BeamParams(*case["params"]), [BeamAnswer(*answer) for answer in case["answers"]])
         for case in _recorded()["tables"]
@@ -91,8 +89,8 @@ def beam_prompt(variant: str, length: int) -> list[int]:
 def table(seed: int) -> np.ndarray:
     """float32[TABLE_VOCAB, TABLE_VOCAB, TABLE_VOCAB]: (token before the last, last token, next token), in (-8, 0].
 
-    The probabilities do not sum to one, and beam search does not need that. The values are squares, so that all sums
-    are rounded, from the first addition on.
+    The probabilities do not sum to one, which beam search does not need. The values are squares, so that every sum is
+    rounded, from the first addition on.
     """
     bits = random_bits(seed, TABLE_VOCAB**3) >> np.uint64(40)
     uniform = (bits.astype(np.float32) * np.float32(2.0**-24)).reshape((TABLE_VOCAB,) * 3)

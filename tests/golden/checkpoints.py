@@ -94,7 +94,7 @@ _LAST_NORMS = (
 
 
 def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """float32 values of a tensor. Their scale depends on the tensor, so that greedy output is not always one token.
+    """Values of a tensor, float32, or uint8 for MXFP4. Their scale depends on the tensor, so that greedy output varies.
 
     Norm weights inside the layers are about 2. With 1, such a model only repeats its last token, which hides errors in
     attention. Embeddings and the output matrix give logits a standard deviation of about 2.
@@ -105,7 +105,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     uniform = (bits.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)).reshape(shape)
     if name.endswith("_blocks"):  # MXFP4: any bytes
         return bits.astype(np.uint8).reshape(shape)
-    if name.endswith("_scales"):  # numbers up to 6 times 2^-6 to 2^-4
+    if name.endswith("_scales"):  # 2^-6 to 2^-4, for numbers up to 6
         return (np.uint8(121) + (bits % np.uint64(3)).astype(np.uint8)).reshape(shape)
     is_norm = "norm" in name or ".ln_" in name
     if name == "transformer.word_embeddings_layernorm.weight":  # < 0: a tied model would repeat its last token
@@ -151,7 +151,7 @@ def random_bits(seed: int, count: int) -> np.ndarray:
 
 
 def _llama(name: str, **changes: Any) -> Variant:
-    """A Llama with 2 layers, 4 query heads and 2 KV heads of 16. changes: to its config.json."""
+    """A Llama with 2 layers, 4 query heads and 2 KV heads of 16. changes: fields of config.json."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -220,7 +220,7 @@ FP8 = {
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
 }
 # DeepSeek-V3's release, with 2 of its 61 layers (one dense, one with experts), 4 of 256 experts and 512 of 129,280 ids:
-# its matrices have their real numbers of blocks. A float32 copy takes 4 GB, so its test is started by hand.
+# its matrices have the real numbers of blocks. A float32 copy takes 4 GB, so its test is started by hand.
 FULL_SIZE = Variant(
     "deepseek-v3-full-size",
     {

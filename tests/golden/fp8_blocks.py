@@ -1,4 +1,4 @@
-"""The layout of matrices in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 is published. Numpy only."""
+"""Layout of fp8 matrices with a scale for each block of 128 x 128, as in DeepSeek-V3's release. Numpy only."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ DEVIATION = 80  # of numbers with these codes
 
 
 def packed(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Names of the matrices in fp8: the layers', but not the routers."""
+    """Names of the fp8 matrices: all of the layers, except routers."""
     if config.get("quantization_config", {}).get("quant_method") != "fp8":
         return []
     dense = ("embed_tokens", "lm_head", "mlp.gate.", "shared_head", "eh_proj")
@@ -20,5 +20,4 @@ def packed(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list[s
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix."""
     return tuple(math.ceil(size / BLOCK) for size in shape)

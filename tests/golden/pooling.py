@@ -1,8 +1,8 @@
 """Tiny random models for pooling, and their recorded embeddings and scores of `prompts`.
 
-Every family is a sequence classifier here, if Transformers has one. All numbers of an embedding are recorded for a bare
-Qwen 3, which has no lm_head. For causal models the first numbers are recorded. They depend on all others, because
-embeddings are normalised.
+Every family with a sequence classifier in Transformers has one here. For a bare Qwen 3, which has no lm_head, all
+numbers of an embedding are recorded. For causal models the first NUM_KEPT numbers are recorded. They depend on all
+others, because embeddings are normalised.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from tests.golden.checkpoints import BY_NAME, GOLDEN, Variant
 
 SEED = 0
-NUM_KEPT = 8  # recorded numbers of an embedding, counted from its first, if not all are
+NUM_KEPT = 8  # recorded numbers of a causal model's embedding
 ANSWERS = GOLDEN / "pooling.json"
 
 

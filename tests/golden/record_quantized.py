@@ -1,4 +1,4 @@
-"""Records small checkpoints packed by the formats' own libraries, and the SHA-256 of what these dequantise them to.
+"""Records small checkpoints packed by the formats' own libraries, and the SHA-256 of their dequantised weights.
 
     pip download --no-deps --no-binary :all: autoawq gptqmodel   # then unpack both archives into SOURCES
     pip download --no-deps nvidia-modelopt                       # then unpack the wheel into SOURCES/modelopt
@@ -7,7 +7,7 @@
     PYTHONPATH=.:SOURCES/extra python tests/golden/record_quantized.py SOURCES
 
 Needs torch, transformers and compressed-tensors. The packers of autoawq, gptqmodel and ModelOpt are imported from their
-sources without the packages' own __init__, which would compile or load kernels for a GPU.
+sources without the packages' own __init__, which would compile or load GPU kernels.
 Writes NAME.safetensors, cases.json and presets.json to tests/golden/quantized. cases.json names the versions.
 """
 
@@ -53,7 +53,7 @@ def weights(outputs: int, inputs: int, seed: int, dtype: torch.dtype = torch.flo
 
 
 def without_init(package: str, folder: Path, *inner: str) -> types.ModuleType:
-    """Make packages importable whose __init__ is not run. Returns the outermost."""
+    """Make packages importable without their __init__. Returns the outermost package."""
     for name in (package, *inner):
         module = types.ModuleType(name)
         module.__path__ = [str(folder / name.replace(".", "/"))]
@@ -100,7 +100,7 @@ def awq_cases(folder: Path) -> dict[str, Case]:
             values, size = weights(outputs, inputs, seed), inputs if group == -1 else group
             scales, zeros = ranges(values, size, 4, symmetric=False)
             linear = torch.nn.Linear(inputs, outputs, bias=seed == 0)
-            # The packer rounds and does not clip: clip first, to the numbers that the codes represent.
+            # The packer rounds and does not clip. Clip first, to the numbers that the codes represent.
             wide, middle = (t.float().repeat_interleave(size, 1) for t in (scales, zeros))
             codes = (values / wide + middle).round().clamp(0, 15)
             linear.weight.data = (codes - middle) * wide
@@ -145,7 +145,7 @@ def gptq_cases(folder: Path) -> dict[str, Case]:
         parts = ("qweight", "qzeros", "scales", "g_idx")
         add(case, module, {name: value for name, value in packed.state_dict().items() if name in parts})
 
-    class QuantizeConfig:  # what the conversion reads
+    class QuantizeConfig:  # fields that the conversion reads
         pack_dtype = torch.int32
 
         def __init__(self, bits: int):
@@ -305,7 +305,7 @@ def compressed_cases() -> dict[str, Case]:
 
 
 def presets() -> dict[str, Any]:
-    """The group of every preset's name, with the format that the library chooses for it."""
+    """The config group of every preset, by name, with the format that the library chooses for it."""
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 
@@ -375,12 +375,10 @@ def modelopt_cases(folder: Path) -> dict[str, Case]:
 
 
 def add(case: Case, module: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Add a module's tensors to a checkpoint."""
     case.tensors |= {f"{module}.{name}": value.detach().contiguous() for name, value in tensors.items()}
 
 
 def main(sources: Path) -> None:
-    """Record all cases."""
     find = lambda pattern: next(iter(sorted(sources.glob(pattern))))  # noqa: E731
     cases = compressed_cases() | fp8_cases() | awq_cases(find("autoawq-*/")) | gptq_cases(find("gptqmodel-*/"))
     cases |= modelopt_cases(sources / "modelopt")

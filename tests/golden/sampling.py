@@ -44,7 +44,6 @@ def logits(seed: int, ties: bool = False) -> np.ndarray:
 
 
 def cases() -> list[SamplingCase]:
-    """All recorded cases."""
     recorded = json.loads(ANSWERS.read_text())["cases"]
     for case in recorded:
         if "logit_bias" in case["params"]:  # JSON keys are strings

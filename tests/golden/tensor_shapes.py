@@ -4,7 +4,6 @@ from typing import Any
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, as Transformers saves them."""
     architecture, labels = config["architectures"][0], config.get("id2label", {0: "no", 1: "yes"})
     shapes = _causal_shapes(config)
     if architecture.endswith("ForSequenceClassification"):
@@ -255,7 +254,7 @@ NEXT_TOKEN_LAYER = 61  # DeepSeek-V3's, which predicts a second token
 
 
 def _next_token_shapes(c: dict[str, Any], attention: str) -> dict[str, tuple[int, ...]]:
-    """Some of the tensors of the layer that predicts a second token. Their names are those of the release."""
+    """Some tensors of the layer that predicts a second token, with the names of the release."""
     hidden, vocab, at = c["hidden_size"], c["vocab_size"], f"model.layers.{NEXT_TOKEN_LAYER}."
     norms = ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "shared_head.norm")
     return {f"{at}{norm}.weight": (hidden,) for norm in norms} | {

@@ -75,7 +75,7 @@ def test_products_of_quantised_weights_are_checked_and_measured(tmp_path):
 def test_the_benchmark_checks_and_measures(tmp_path):
     printed = run("kernels", "--implementation", "triton", "--out", tmp_path)
     assert printed.count("name a copy of vLLM's triton_unified_attention.py with --vllm-attention") == 6
-    assert printed.count("needs an NVIDIA card") == 4
+    assert printed.count("needs an NVIDIA GPU") == 4
     assert printed.count("us") >= 10
     (file,) = tmp_path.glob("rehearsal-cpu-*.json")
     record = json.loads(file.read_text())

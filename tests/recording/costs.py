@@ -2,11 +2,9 @@
 
 Each worker writes a line of JSON per test: seconds, CPU seconds, engines started, compile keys, and child processes.
 A compile key names one compiled program. JAX logs it when it looks for the program in the compile cache. Engines of one
-process share programs (tests/support/shared_programs.py). A program of an engine therefore has a key of its own here,
-and a test asks for the same keys whatever ran before it.
-
-Some keys depend on the machine, and do not count. They are those of child processes and of the self-check of newly
-compiled native kernels, and those that an engine compiles in the background.
+process share programs (tests/support/shared_programs.py). A program of an engine therefore has its own key here, so
+that the keys of a test do not depend on earlier tests. Keys that depend on the machine do not count. They are the keys
+of child processes, of self-checks of newly compiled native kernels, and of programs compiled in the background.
 """
 
 import contextlib
@@ -30,7 +28,7 @@ import pytest
 from jpaged.runtime.compile.background import THREAD_NAME
 
 _KEY = re.compile(r"(?i)persistent compilation cache (?:hit|miss) for '.*' with key '(.*)'")
-_LOGGER = "jax._src.compiler"  # a name, not an import: without this logger no key is seen, and a test says so
+_LOGGER = "jax._src.compiler"  # a name, not an import. If JAX renames it, no key is found, and a test fails
 
 
 class Recorder(logging.Filter):
@@ -43,11 +41,11 @@ class Recorder(logging.Filter):
         self._inside = threading.local()  # .depth: blocks of this thread in which JAX's keys do not count
 
     def reset(self) -> None:
-        """Forget the counts of the test before."""
+        """Forget the counts of the previous test."""
         self.keys, self.engines, self.children = set(), 0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Read a compile key from a line of JAX's log. Lines that are logged only for this go nowhere else."""
+        """Read a compile key from a line of JAX's log. Only warnings and errors are logged further."""
         found = _KEY.match(record.getMessage())
         if found and not getattr(self._inside, "depth", 0):
             self.keys.add(found[1])
@@ -55,7 +53,7 @@ class Recorder(logging.Filter):
 
     @contextlib.contextmanager
     def shared_program(self, key: Any) -> Iterator[None]:
-        """Count a program of an engine. Its key is the same whether the block compiles the program or finds it."""
+        """Count a program of an engine. The block may compile the program or find it: its key is the same."""
         if threading.current_thread().name != THREAD_NAME:
             self.keys.add("engine-" + hashlib.sha256(repr(key).encode()).hexdigest())
         with self.uncounted():
@@ -92,7 +90,6 @@ class CostsPlugin:
         self._skipped = False
 
     def pytest_sessionstart(self) -> None:
-        """Start counting."""
         from jpaged.runtime.runner import ModelRunner
 
         create = ModelRunner.__dict__["create"].__func__
@@ -133,6 +130,6 @@ class CostsPlugin:
         self._skipped = self._skipped or report.skipped
 
     def pytest_sessionfinish(self) -> None:
-        """Write what is left."""
+        """Close the file, and stop counting."""
         self._file.close()
         self._stack.close()

@@ -11,19 +11,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("jpaged", "models", "serving", "pallas_kernels", "benchmarks", "tools", "examples")
-FOLDER = "JPAGED_TEST_REACH"  # variable that tells child processes where to write
+FOLDER = "JPAGED_TEST_REACH"  # environment variable: folder that child processes write to
 _PREFIX = f"{ROOT}{os.sep}"
-_TOOL = 4  # a free number of sys.monitoring
-# Files that open a module to import it, or to show its lines in a traceback.
+_TOOL = 4  # a free tool id of sys.monitoring
+# Python files that open a module to import it, or to show its lines in a traceback.
 _IMPORTERS = ("<frozen importlib._bootstrap_external>", "_pytest/assertion/rewrite.py", "linecache.py", "tokenize.py")
 
 
 class Reach:
-    """Collects the lines that run. `reached` has those since the last `restart`, by file.
+    """Collects lines that run. `reached` has the lines since the last `restart`, by file. `out` gets each line at once.
 
-    Line 0: the file was opened, not to import it. Files that Rust or C++ opens are not seen.
-    out: descriptor of a file that also gets each line at once. Not a file object: its lock may be held when a thread
-    forks, and the child would wait for it for ever.
+    Line 0 means that the file was opened, but not to import it. Files that Rust or C++ opens are not seen.
     """
 
     def __init__(self, out: int | None = None) -> None:
@@ -32,7 +30,6 @@ class Reach:
         self._files: dict[str, str | None] = {}
 
     def start(self) -> None:
-        """Start to collect."""
         monitoring = sys.monitoring
         monitoring.use_tool_id(_TOOL, "reach")
         monitoring.register_callback(_TOOL, monitoring.events.PY_START, self._function)
@@ -84,15 +81,15 @@ class Reach:
 
 
 def _opener() -> str:
-    """File of the Python function that opens a file."""
+    """Python file whose code opens a file."""
     try:
         return sys._getframe(2).f_code.co_filename
-    except ValueError:  # there is none: Python opens the script that it runs
+    except ValueError:  # no such function: Python opens the script that it runs
         return _IMPORTERS[0]
 
 
 def start_child() -> None:
-    """Collect the lines of a process that a test has started. They are written at once, because tests kill some."""
+    """Collect the lines of a child process of a test. Writes each at once, because tests kill some processes."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     folder = os.environ.get(FOLDER)
     if folder and test and sys.version_info >= (3, 12):

@@ -5,8 +5,8 @@ and `{file: [line, ...]}`. Child processes of tests find tests/recording/child t
 in pytest's variable PYTEST_CURRENT_TEST.
 
 `sys.monitoring` reports a line once per test, so a run takes about as long as without it. A test that finds a program
-compiled does not trace it, and does not reach the lines of the model again. Readers therefore take the lines of all
-tests of a file together, and while lines are recorded no program is shared between files.
+compiled does not trace it, and does not reach the lines of the model again. Readers therefore merge the lines of all
+tests of a file, and while lines are recorded, test files share no programs.
 """
 
 import json
@@ -31,15 +31,15 @@ class ReachPlugin:
         self._reach = Reach()
 
     def pytest_sessionstart(self) -> None:
-        """Start to collect, in this process and in those that tests start."""
+        """Start to collect, in this process and in child processes of tests."""
         self._reach.start()
         os.environ[FOLDER] = str(self._folder)
         hook = str(Path(__file__).parent / "child")
         os.environ["PYTHONPATH"] = os.pathsep.join([hook, *filter(None, [os.environ.get("PYTHONPATH")])])
-        sys.path.append(hook)  # for children that get their parent's path
+        sys.path.append(hook)  # for child processes that inherit sys.path
 
     def pytest_collection_finish(self) -> None:
-        """Write what was opened while tests were collected. It belongs to no test."""
+        """Write the files that were opened during collection. They belong to no test."""
         self._write("*", {name: {0} for name, lines in self._reach.reached.items() if 0 in lines})
 
     @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
-"""Small tokenizers with the added tokens of real ones: their names, and which of them are special.
+"""Small tokenizers with the added tokens of real tokenizers, special or not, in the order of the real ids.
 
-The tokens follow a byte-level vocabulary of 300 tokens, in the order of the real ids.
+The added tokens follow a byte-level vocabulary of 300 tokens.
 """
 
 import functools
@@ -8,7 +8,7 @@ import functools
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-VOCAB_SIZE = 384  # logits of a model that any of them fits: more than tokens
+VOCAB_SIZE = 384  # of a model for any of the tokenizers, which are smaller
 TEXT = 'a call: {"name": "forecast", "arguments": {"unit": "C", "days": 1}} true false null the of and to 0 1 2024'
 PLAIN = {
     "qwen3": (
@@ -50,7 +50,7 @@ NAMES = tuple(SPECIAL)
 
 @functools.cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the added tokens of a real one."""
+    """Return the tokenizer of one of NAMES."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -63,5 +63,4 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def ids(name: str, *texts: str) -> tuple[int, ...]:
-    """Return the ids of added tokens."""
     return tuple(tokenizer(name).convert_tokens_to_ids(list(texts)))

@@ -1,7 +1,7 @@
-"""Checks the annotated shapes and dtypes of arrays while tests run. A call that breaks them fails.
+"""Checks the annotated shapes and dtypes of arrays while tests run. A call with other arrays fails.
 
-It does what `jaxtyping.install_import_hook` does, but only to functions and classes with array annotations. The hook
-also wraps all others, which made tests that compile a fifth slower.
+It does the work of `jaxtyping.install_import_hook`, but only for functions and classes with array annotations. The hook
+wraps every function and class, which made tests that compile a fifth slower.
 """
 
 import ast
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-ARRAY_TYPES = {"Bool", "Float", "Int", "UInt"}  # of jaxtyping: those that the project uses
+ARRAY_TYPES = {"Bool", "Float", "Int", "UInt"}  # jaxtyping's types that the project uses
 _CHECK = "@__import__('jaxtyping').jaxtyped(typechecker=__import__('beartype').beartype)\ndef _(): ..."
 
 
@@ -32,7 +32,7 @@ class _AddChecks(ast.NodeTransformer):
         arguments = node.args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
         if self._has_arrays([node.returns, *[argument.annotation for argument in every if argument is not None]]):
-            node.decorator_list.append(_decorator(node))  # below others, which may hide the annotations
+            node.decorator_list.append(_decorator(node))  # below other decorators, which may hide the annotations
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
@@ -59,12 +59,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def get_code(self, fullname: str) -> Any:
-        path = self.get_filename(fullname)  # never from a .pyc file: those have no checks
+        path = self.get_filename(fullname)  # never from a .pyc file, which has no checks
         return self.source_to_code(self.get_data(path), path)
 
 
 class CheckArrays(importlib.abc.MetaPathFinder):
-    """Import these packages with checks. Those that are already imported stay as they are."""
+    """Import modules of these packages with checks. Modules imported earlier stay unchecked."""
 
     def __init__(self, packages: Sequence[str]):
         self._packages = tuple(packages)
@@ -72,7 +72,7 @@ class CheckArrays(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find a module of the packages as Python does, with another loader."""
+        """Find a module of the packages as Python does, but with `_Loader`."""
         if not any(name == package or name.startswith(package + ".") for package in self._packages):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

@@ -1,4 +1,4 @@
-"""Covering arrays: few combinations in which each pair of values of any two factors is met."""
+"""Covering arrays: few combinations in which each pair of values of any two factors occurs."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Combinations of one value a factor, the same on every call; every pair of values is in one of them at least.
+    """Return combinations with one value per factor, in which every pair of values occurs. Deterministic.
 
-    Greedy (as in AETG, Cohen 1997): each row begins with a pair that is missing and takes, factor by factor, the value
-    that adds most missing pairs.
+    Greedy (as in AETG, Cohen 1997): each row begins with a missing pair. For each further factor it takes the value
+    that adds the most missing pairs.
     """
     names = list(factors)
     missing = {

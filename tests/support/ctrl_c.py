@@ -14,7 +14,7 @@ from jpaged import LLM, SamplingParams
 def press_ctrl_c_during_generate(
     llm: LLM, prompts: list[Any], params: SamplingParams | list[SamplingParams], seconds: float
 ) -> None:
-    """Press Ctrl-C `seconds` after the call began. The call raises KeyboardInterrupt, or it is raised soon after."""
+    """Press Ctrl-C after `seconds` of `llm.generate`. The call or a sleep after it must raise KeyboardInterrupt."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
 
     def generate_and_wait() -> None:

@@ -1,4 +1,4 @@
-"""Quantised leaves of a parameter tree as arrays of numbers."""
+"""Dequantises the leaves of a parameter tree."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pallas_kernels import QuantizedWeight
 
 
 def dense(params: Any) -> Any:
-    """The tree with every quantised leaf dequantised, inputs in their own order."""
+    """The tree with every quantised leaf dequantised, its inputs in the original order."""
     return jax.tree.map(_numbers, params, is_leaf=is_quantized)
 
 

@@ -14,7 +14,7 @@ from tests.golden.checkpoints import NUM_TOKENS, PROMPT_LENGTHS
 LENGTH = max(PROMPT_LENGTHS) + NUM_TOKENS
 
 
-# A program runs once or twice here: compiling it without optimisation takes half of the time.
+# A program runs only once or twice: without optimisation it compiles in half the time.
 @functools.partial(
     jax.jit, static_argnames=("spec", "layout"), compiler_options={"xla_backend_optimization_level": 0}
 )

@@ -1,7 +1,7 @@
-"""Arrays on the device without a compiled program.
+"""Puts arrays on the device without a compiled program.
 
-`jnp.asarray` compiles a program for each new shape and dtype. A test of many shapes then compiles more programs for its
-inputs than for the functions that it tests.
+`jnp.asarray` compiles a program for each new shape and dtype. A test of many shapes would compile more programs for its
+inputs than for the tested functions.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints with headers and no data, in the sizes of real models. Their file is one hole, which reads as zeros."""
+"""Checkpoints with headers and no data, in the sizes of real models. Their file is sparse, and reads as zeros."""
 
 import json
 import math

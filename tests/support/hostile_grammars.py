@@ -1,4 +1,4 @@
-"""Hostile grammars: those that are refused, those that do not compile, and those that compile slowly."""
+"""Hostile grammars: refused ones, ones that do not compile, and ones that are slow to compile or to match."""
 
 from tests.structured import corpus
 
@@ -73,7 +73,7 @@ ENDLESS = {
     "multiples": {"type": "integer", "multipleOf": 1_000_003},
     "names": {"type": "object", "patternProperties": {"^[a-z]{%d}[0-9]+$" % i: {} for i in range(300)}},  # noqa: UP031
 }
-# Cheap to compile. Following them is expensive, or only seems to be.
+# Cheap to compile. Matching them is expensive, or seems to be.
 HEAVY = {
     "repeated repetition": {"regex": "a{1,1000}{1,1000}"},
     "repeated group": {"regex": "(b{1,1000}a){1,1000}"},

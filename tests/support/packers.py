@@ -1,8 +1,8 @@
-"""Packers of quantised formats in numpy: numbers to the tensors of a file.
+"""Packers of quantised formats in numpy: from numbers to the tensors of a file.
 
-`store_*` put codes, scales and zeros into a format's tensors. tests/quantized/test_engines.py compares them
-with the files of the formats' own packers, byte for byte. The others round a matrix, and return its tensors by part
-and the weights that they represent, float32[out, in].
+`store_*` put codes, scales and zeros into a format's tensors. tests/quantized/test_engines.py compares these tensors
+with the files of the formats' own packers, byte for byte. The packers round a matrix. They return its tensors by part,
+and the weights that these represent, float32[out, in].
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def store_awq(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> Parts
 def store_gptq(
     codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray, bits: int, offset: int
 ) -> Parts:
-    """codes uint8[out, in] in the order of the inputs. groups: int[in], the group of each. offset: 1 for v1."""
+    """codes uint8[out, in] in the order of the inputs. groups: int[in], of each input. offset: 1 for v1, else 0."""
     return {
         "qweight": np.ascontiguousarray(stream(codes, bits).T),
         "qzeros": stream(np.ascontiguousarray((zeros - np.uint8(offset)).T), bits),
@@ -92,7 +92,7 @@ def awq(group: int = GROUP) -> Packer:
 
 
 def gptq(bits: int, version: int, *, symmetric: bool, is_act: bool = False) -> Packer:
-    """is_act: the inputs of a group are anywhere, and all matrices have the same order."""
+    """is_act: a group has inputs at random positions, the same for matrices with equally many inputs."""
 
     def pack(values: np.ndarray) -> tuple[Parts, np.ndarray]:
         inputs = values.shape[1]
@@ -148,7 +148,7 @@ def fp8(block: tuple[int | None, int | None], part: str = "weight_scale", *, fou
 
 
 def nvfp4(*, divides: bool) -> Packer:
-    """compressed-tensors if the scales are divided by the factor, else ModelOpt."""
+    """divides: weights are scales divided by the factor, as in compressed-tensors. False: times it, as in ModelOpt."""
 
     def pack(values: np.ndarray) -> tuple[Parts, np.ndarray]:
         most = np.abs(values.reshape(len(values), -1, 16)).max(-1) / 6

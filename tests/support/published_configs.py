@@ -1,8 +1,8 @@
-"""The config.json files of real models as they are published, and sizes of their weights."""
+"""The published config.json files of real models, and sizes of their weights."""
 
 import json
 
-# The config.json files as they are published: meta-llama/Llama-3.1-8B, google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B.
+# meta-llama/Llama-3.1-8B, google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B
 LLAMA = json.loads("""{
   "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
   "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,

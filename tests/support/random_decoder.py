@@ -19,7 +19,7 @@ CONFIG = EngineConfig(
 
 
 def random_params(spec=SPEC, seed=0):
-    """Random weights whose greedy output does not collapse to one token: norm gains about 2."""
+    """Random weights. Norm gains are about 2, so that greedy output does not collapse to one token."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, shape):

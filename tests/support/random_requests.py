@@ -15,10 +15,7 @@ OPTIONS = {
 
 
 def workload(count, seed, longest=120):
-    """Return random prompts and their sampling parameters.
-
-    Half of the requests are greedy, half are seeded, with various sampling parameters.
-    """
+    """Return random prompts and various sampling parameters, half of them greedy and half seeded."""
     rng = random.Random(seed)
     prompts, params = [], []
     for i in range(count):

@@ -1,7 +1,7 @@
-"""Engines of one test process share compiled programs.
+"""Lets the engines of one test process share compiled programs.
 
-Without this, an engine whose programs are all in the disk cache takes 2.7 s of CPU time to start, because it traces and
-lowers each program to find it there.
+Otherwise an engine with all programs in the disk cache takes 2.7 s of CPU time to start, because it traces and lowers
+each program to find it there.
 """
 
 import collections
@@ -16,7 +16,7 @@ import jax
 from jpaged.runtime.compile import blueprint
 from tests.recording.costs import recorder
 
-CAPACITY = 48  # programs: those of about eight engines
+CAPACITY = 48  # the programs of about eight engines
 
 _programs: collections.OrderedDict[Any, jax.stages.Compiled] = collections.OrderedDict()
 _lock = threading.Lock()  # an engine compiles in several threads
@@ -24,7 +24,7 @@ _enabled = True
 
 
 def _shared(compile_program: Callable[..., jax.stages.Compiled]) -> Callable[..., jax.stages.Compiled]:
-    """Return a program that was compiled for the same shapes and options, if there is one."""
+    """Make a compile function return an earlier program for the same shapes and options, if there is one."""
 
     def call(*shapes: Any, **options: Any) -> jax.stages.Compiled:
         if not _enabled:
@@ -59,7 +59,7 @@ def shared_programs() -> Iterator[None]:
 
 
 def forget_programs() -> None:
-    """Compile again what engines ask for after this."""
+    """Drop all shared programs. Later engines compile them again."""
     _programs.clear()
 
 

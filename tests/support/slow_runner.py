@@ -25,8 +25,7 @@ async def collect(engine: AsyncLLM, *args: Any) -> list[RequestOutput]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true."""
-    async with asyncio.timeout(60):  # 5 s was too short once, next to another test of 8 devices on 2 cores
+    async with asyncio.timeout(60):  # 5 s was too short once, while another test ran 8 devices on 2 cores
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 

@@ -1,4 +1,4 @@
-"""Engines over tiny random models: one set of compiled programs serves any number of engines, with pools of any size.
+"""Engines over tiny random models. One set of compiled programs serves any number of engines, with pools of any size.
 
 `poison` fills free slots, and slots that were never written, with NaN between steps. A read of such a slot yields NaN.
 """
@@ -23,7 +23,7 @@ from jpaged.runtime.runner import ModelRunner
 VOCAB_SIZE = 256
 BLOCK_SIZE = 8
 MAX_MODEL_LEN = 128
-MAX_BLOCKS = 160  # of the roomy pool
+MAX_BLOCKS = 160  # of a runner's pool
 HOST_SLOTS = 48
 MAX_ROWS = 32  # of a runner; engines have 8 unless a test asks for more
 FULL = DecoderSpec(
@@ -37,10 +37,9 @@ SPECS = {"full": FULL, "windows": dataclasses.replace(FULL, sliding_window=(20, 
 def sampling_programs(*variants: SamplerVariant) -> Iterator[None]:
     """Engines created inside the block have only these sampling programs, and GREEDY, which an engine needs to start.
 
-    A request that needs another one fails. All programs are compiled before the engine runs: a child process that
-    compiles the others in the background takes 2 s of CPU time to start, and compiling these takes 4.
-
-    RANDOM and FULL take two thirds of a tiny engine's compile time, and most tests of models need GREEDY alone.
+    A request that needs another program fails. RANDOM and FULL take two thirds of a tiny engine's compile time, but
+    most tests of models need only GREEDY. All programs compile before the engine runs, in 4 s of CPU time: a child process
+    that compiles in the background would take 2 s to start.
     """
     bucket_shapes, needed = blueprint.bucket_shapes, (None, SamplerVariant.GREEDY, *variants)
 
@@ -56,7 +55,7 @@ def sampling_programs(*variants: SamplerVariant) -> Iterator[None]:
 
 
 def make_runner(spec, scheme=None, **options):
-    """A runner of float32 with random weights, whose greedy answers do not collapse to one token (norm gains of 2).
+    """A float32 runner with random weights. Norm gains of 2 keep greedy answers from collapsing to one token.
 
     scheme: a `quantization.Scheme` that rounds the weights.
     """
@@ -100,7 +99,7 @@ class View:
 
 
 def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=True, budget=64, rows=8, **scheduling):
-    """An engine over a runner that others have used; num_blocks None: the roomy pool. costs: TransferCosts."""
+    """An engine over a runner that other engines may have used. num_blocks None: all blocks. costs: TransferCosts."""
     limits = {"host_slots": host_slots, "transfer_costs": costs, "max_num_batched_tokens": budget}
     limits["max_num_seqs"] = rows
     if num_blocks is not None:
@@ -133,7 +132,7 @@ def _poisoned(pages, unwritten):
 
 
 def run(engine, requests, *, check=True, after_step=None):
-    """Answers of requests (prompt, params), all added at once. Every step is checked, and free slots are poisoned."""
+    """Add all requests (prompt, params), and return the answers. Checks every step, and poisons free slots."""
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     return drain(engine, check=check, after_step=after_step)
@@ -157,7 +156,7 @@ def drain(engine, *, check=True, after_step=None):
 
 
 def bits(output):
-    """Everything of an answer that must be the same, with exact floats."""
+    """The parts of an answer that must not change, with exact floats."""
     return [
         (answer.token_ids, answer.finish_reason, answer.cumulative_logprob, answer.logprobs)
         for answer in output.outputs

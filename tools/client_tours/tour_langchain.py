@@ -73,7 +73,6 @@ def chat_tour(checks: Checks, loop: asyncio.Runner, name: str, settings: dict[st
 
 
 async def collect(model: Any) -> str:
-    """Text of an asyncio stream."""
     return "".join([part.text async for part in model.astream(ASK)])
 
 

@@ -22,7 +22,6 @@ class Forecast(BaseModel):
 
 
 def provider_tour(checks: Checks, provider: str) -> None:
-    """Chats of one provider."""
     endpoint: Any = {"model": f"{provider}/{MODEL}", "api_base": BASES[provider], "api_key": "none", "num_retries": 0}
     asked: Any = endpoint | {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
     forced: Any = asked | {"max_tokens": 200, "temperature": 1, "tools": TOOLS, "tool_choice": NAMED}

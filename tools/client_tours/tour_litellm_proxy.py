@@ -63,7 +63,6 @@ def proxy(key: str) -> Iterator[str]:
 
 
 def is_ready(url: str) -> bool:
-    """True if the proxy answers."""
     try:
         with urllib.request.urlopen(f"{url}/health/liveliness", timeout=5) as answer:
             return answer.status == 200
@@ -72,7 +71,6 @@ def is_ready(url: str) -> bool:
 
 
 def chats(checks: Checks, client: openai.OpenAI, name: str) -> None:
-    """Chats with one model of the proxy."""
     asked: Any = {"model": name, "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
     lively: Any = asked | {"max_tokens": 200, "temperature": 1, "seed": 3}
     text = None

@@ -142,7 +142,6 @@ def valid(arguments: str) -> dict[str, Any]:
 
 
 def models(tour: Tour) -> None:
-    """List and retrieve."""
     client = tour.client
     with tour.check("models.list"):
         assert [model.id for model in client.models.list()] == [MODEL]
@@ -304,7 +303,6 @@ def tools(tour: Tour) -> None:
 
 
 def structured(tour: Tour) -> None:
-    """Structured output of chat completions."""
     client = tour.client
     asked: Any = {
         "model": MODEL, "messages": MESSAGES, "max_completion_tokens": 200, "temperature": 1, "seed": 6,

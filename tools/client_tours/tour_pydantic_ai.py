@@ -21,7 +21,6 @@ class Forecast(BaseModel):
 
 
 async def model_tour(checks: Checks, name: str, model: Any) -> None:
-    """The features of one model class."""
     agent = Agent(model, instructions="Write Python.", model_settings=GREEDY, retries=0)
     text = ""
     with checks.check(f"{name}: run, with usage"):
