@@ -63,8 +63,6 @@ MAX_FINDINGS = 50            # written per kind
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """One disturbance."""
-
     pause: float        # seconds before it
     kind: str
     seconds: float      # duration, unless the event restarts the server
@@ -329,7 +327,6 @@ class Chaos:
         self._go.set()
 
     def _report(self) -> None:
-        """Print a line every ten seconds."""
         while not self._end.wait(PROGRESS_EVERY):
             with self._lock:
                 outcomes, malformed, found = dict(self.outcomes), sum(self.malformed.values()), len(self.findings)

@@ -63,7 +63,6 @@ class Disk:
                 file.write(bytes(4_096))
 
     def free(self, pid: int) -> None:
-        """Free the space again."""
         if not self.is_mounted:
             with contextlib.suppress(OSError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -144,7 +143,6 @@ class ServerProcess:
         self.read_log()
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self._down("kill")
         self.process.kill()
         self.process.wait()

@@ -95,7 +95,6 @@ def figures(out: pathlib.Path) -> dict[str, Stage]:
 
 
 def run(name: str, stage: Stage, out: pathlib.Path) -> None:
-    """Run a stage, and print its line."""
     began = time.monotonic()
     log = out / f"{name}.log"
     with log.open("w") as file:

@@ -45,8 +45,6 @@ FAMILIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One row of the table."""
-
     variant: str
     tensor: int
     stages: int

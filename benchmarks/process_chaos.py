@@ -120,7 +120,6 @@ class Pair:
 
 
 def attempt(event: str, rng: random.Random, folder: pathlib.Path) -> dict[str, Any]:
-    """Run one try. Returns its row."""
     pair = Pair(folder, other_options=event == "other options")
     whole: list[bool] = []
     try:

@@ -147,7 +147,6 @@ def failures(cases: list[Case], rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row], path: pathlib.Path) -> None:
-    """Draw the perplexities and the divergences."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.name != "float32"][::-1]

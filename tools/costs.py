@@ -23,8 +23,6 @@ TOTAL = "all folders"
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Cost of a group of tests."""
-
     seconds: float
     cpu_seconds: float
     tests: int

@@ -241,7 +241,6 @@ def sent(port: int, method: str, path: str, body: bytes, kind: str, rng: random.
 
 
 def fault_of(path: str, body: bytes, status: int, answer: bytes, seconds: float) -> str | None:
-    """The fault of an answer, or None."""
     if status >= 500 and status != 503:
         return f"status {status}"
     if 400 <= status < 500 and path.startswith("/v1/") and status not in (404, 405):

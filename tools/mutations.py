@@ -152,7 +152,6 @@ def mutations_of(file: str) -> list[Mutation]:
 
 
 def draw(count: int, seed: int) -> list[Mutation]:
-    """Draw mutations over all folders."""
     folders: dict[str, list[str]] = defaultdict(list)
     for file in product_files():
         folders[folder_of(file)].append(file)

@@ -224,7 +224,6 @@ def record_tables() -> Iterator[dict[str, Any]]:
 
 
 def ask(model: Any, prompt: list[int], params: BeamParams, *processors: transformers.LogitsProcessor) -> Search:
-    """Run and observe one search."""
     watch = Watch(model, params)
     ids = torch.tensor([prompt])
     config = transformers.GenerationConfig(

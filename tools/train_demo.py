@@ -282,8 +282,6 @@ def train(recipe: Recipe, work: pathlib.Path) -> None:
 
 @dataclasses.dataclass
 class Progress:
-    """Progress of a run."""
-
     step: int
     seconds: float                  # wall time of training so far, without interruptions
     cpu_seconds: float              # CPU time of all threads; does not depend on the load of the machine

@@ -28,7 +28,6 @@ class Transformers(common.Engine):
         self._model.generation_config.pad_token_id = 0
 
     def generate(self, requests: Sequence[common.Request], arrivals: common.Arrivals) -> list[list[int]]:
-        """Run one batch after another."""
         outputs: list[list[int]] = []
         with self._torch.inference_mode():
             for start in range(0, len(requests), self._batch_size):

@@ -9,8 +9,6 @@ EVEN = 0.05  # medians closer than this are even
 
 
 class Statement(enum.Enum):
-    """Result of a comparison."""
-
     AHEAD = "ahead"
     EVEN = "even"
     BEHIND = "behind"

@@ -11,7 +11,6 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_in
 
 
 def describe() -> dict[str, str | int | float]:
-    """Describe the processor, memory and system."""
     information = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     pairs = (line.partition(":") for line in reversed(information))
     fields = {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,4 +1,4 @@
-"""The chaos: it finds wrong, lost and late answers, its seed decides the schedule, and a short run finds nothing."""
+"""benchmarks/chaos.py finds wrong, lost and late answers. Its seed decides the schedule. A short run finds nothing."""
 
 import http.server
 import json

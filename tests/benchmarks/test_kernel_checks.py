@@ -1,4 +1,4 @@
-"""`benchmarks/kernels.py --check`: what it prints of a check that passes, fails, or does not run."""
+"""Output of `benchmarks/kernels.py --check` for checks that pass, fail, or do not run."""
 
 import pathlib
 import sys

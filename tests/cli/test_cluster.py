@@ -1,4 +1,4 @@
-"""Nodes that a cluster describes: LeaderWorkerSet, TPU slices, Slurm."""
+"""Nodes, detected from the description of a cluster: LeaderWorkerSet, TPU slices, Slurm."""
 
 import pytest
 

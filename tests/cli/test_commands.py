@@ -1,6 +1,6 @@
 """The commands on the demo model: their output, and their --output-json.
 
-One runs in a process of its own, as a user starts it. The others run in this one, which saves the start of Python.
+One command runs in its own process, as a user starts it. The others run in this process, to save the start of Python.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Flags of vLLM's command line: accepted where they ask for nothing, otherwise "not supported yet"."""
+"""Flags of vLLM's command line: accepted if they change nothing, otherwise "not supported yet"."""
 
 import itertools
 

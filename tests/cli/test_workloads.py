@@ -1,4 +1,4 @@
-"""The benchmarks' workloads: their sizes, the same for the same seed, refused if they cannot run."""
+"""The benchmarks' workloads: their sizes, equal for equal seeds, and errors for workloads that cannot run."""
 
 import json
 

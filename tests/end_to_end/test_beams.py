@@ -1,4 +1,4 @@
-"""All recorded beam searches of a model in parallel give the answers that Transformers gave for each alone."""
+"""All recorded beam searches of a model run in parallel. Each gives the answer that Transformers gave for it alone."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Logits that are NaN or infinite: refused at the start, and otherwise the end of the request that has them."""
+"""NaN and infinite logits: refused at the start. Later, only the request that has them ends."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""KV groups: every layer is in a KV group of its own kind, and a request takes the fewest pages."""
+"""KV groups: the layers of a KV group are of one kind, and a request uses the fewest pages."""
 
 import hypothesis.strategies as st
 import pytest

@@ -1,6 +1,6 @@
 """Random load on a full pool for minutes: every request gets one correct answer, and at the end all blocks are free.
 
-The load has samples, beams, salts, priorities, aborts, weight changes, and a host tier that is too small. Tiny model.
+The load has samples, beams, salts, priorities, aborts, weight changes, and too small a host tier. The model is tiny.
 """
 
 import collections

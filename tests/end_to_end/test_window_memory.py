@@ -1,4 +1,4 @@
-"""KV of long requests, measured in a run: a model with five layers with a window to one layer without."""
+"""KV memory of long requests, measured in a model with five sliding-window layers per full-attention layer."""
 
 import numpy as np
 import pytest

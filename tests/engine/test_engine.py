@@ -1,4 +1,4 @@
-"""The engine on a fake runner, whose tokens are right only if every slot of every block table is."""
+"""The engine on a fake runner. Its tokens are right only if every slot of every block table is right."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The distributions that /metrics shows: every fact of a run is counted exactly once."""
+"""Histograms of /metrics: every event of a run is counted exactly once."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`inspect` describes block tables, pool and queue of an engine correctly, counted in another way."""
+"""`inspect` describes block tables, pool and queue of an engine correctly, compared with independent counts."""
 
 import random
 from collections import Counter

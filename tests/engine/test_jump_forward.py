@@ -1,4 +1,4 @@
-"""Jump-forward: forced tokens are appended without sampling if that pays. The answer does not change."""
+"""Jump-forward: forced tokens are appended without sampling if that is faster. The answer does not change."""
 
 import dataclasses
 from concurrent.futures import Future

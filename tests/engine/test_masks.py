@@ -1,4 +1,4 @@
-"""Masks that depend on tokens in flight: computed one step late, for the right rows; and failures on the way."""
+"""Masks that depend on tokens in flight: computed one step late, for the right rows. Also failures of masks."""
 
 import pytest
 

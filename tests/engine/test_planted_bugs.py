@@ -1,6 +1,6 @@
-"""The simulation finds bugs: typical bugs of inference engines are planted one by one, and each is found.
+"""The simulation finds typical bugs of inference engines, planted one by one.
 
-Without a bug the same examples pass, and reach all features that the bugs are in.
+Without a bug the same examples pass, and reach all features with planted bugs.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Savings of shared blocks: blocks that several answers to one prompt need, and the share of slots that is wasted."""
+"""Savings of shared blocks: the blocks of several answers to one prompt, and the share of wasted slots."""
 
 import random
 

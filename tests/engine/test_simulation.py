@@ -1,4 +1,4 @@
-"""The host side under random arrivals, forks, aborts and failures. Every request gets the tokens that it gets alone."""
+"""The host side under random arrivals, forks, aborts and failures. Every request gets the same tokens as alone."""
 
 
 import pytest

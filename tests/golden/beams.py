@@ -21,8 +21,6 @@ TABLE_ENDS = (7, 11, 13)  # likelier than other tokens, so that hypotheses end o
 
 @dataclasses.dataclass(frozen=True)
 class BeamParams:
-    """Parameters of a search."""
-
     width: int
     num_return_sequences: int
     length_penalty: float

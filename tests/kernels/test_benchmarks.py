@@ -1,4 +1,4 @@
-"""The kernel benchmarks run with small shapes, so that no time on a card is lost to errors in them."""
+"""The kernel benchmarks run with small shapes, so that errors in them waste no time on a GPU."""
 
 import json
 import pathlib

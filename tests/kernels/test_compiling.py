@@ -1,7 +1,6 @@
-"""Every variant of the kernels compiles for an H200, without the card: shared memory fits, pages stay in place.
+"""Every variant of the kernels compiles for an H200, without the device: shared memory fits, pages stay in place.
 
-The machine code of attention has what makes it fast: no spilled registers, copies in flight while products run, and
-enough programs on a multiprocessor.
+The machine code of attention is fast: no spilled registers, copies during matmuls, enough programs per multiprocessor.
 """
 
 import re

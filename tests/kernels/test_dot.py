@@ -1,4 +1,4 @@
-"""dot: against float64, and with the same bits in any company."""
+"""dot: against float64, and with the same bits in any batch."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""gated_dot: every implementation against float64, its rounding, a row's bits in any company, and its choice."""
+"""gated_dot: every implementation against float64, its rounding, a row's bits in any batch, and its choice."""
 
 import functools
 import json

@@ -1,6 +1,6 @@
 """Every variant of the kernels lowers for its platform, on any machine.
 
-This finds operations that interpret mode accepts and that Triton or Mosaic refuses.
+This finds operations that interpret mode accepts and Triton or Mosaic refuses.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The prefill for Hopper through Mosaic GPU: in Pallas' GPU interpreter against float64, lowered, and compiled.
 
-The interpreter runs the copies, the barriers and the turns of the three warp groups. It has no products with registers:
-there the second product reads its weights from shared memory. It ignores the layouts of shared memory, too: on a card
-copies into tiled memory were wrong that were right here.
+The interpreter runs the copies, the barriers and the turns of the three warp groups. It has no matmul with registers,
+so the second matmul reads its weights from shared memory here. It ignores layouts of shared memory: some copies into
+tiled memory were right here and wrong on a GPU.
 """
 
 import dataclasses

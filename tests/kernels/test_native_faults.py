@@ -1,4 +1,4 @@
-"""Native CPU kernels when something is wrong: no memory, another interface of XLA, a busy pool, a container's limit.
+"""Faults of native CPU kernels: no memory, another interface of XLA, a busy pool, a container's limit.
 
 Handlers are called with call frames that the tests build, so that each fault is exact.
 """

@@ -1,4 +1,4 @@
-"""quantized_dot: against int64 and float64, with the same bits in every implementation and in any company."""
+"""quantized_dot: against int64 and float64, with the same bits in every implementation and in any batch."""
 
 import dataclasses
 import functools

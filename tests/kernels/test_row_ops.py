@@ -1,4 +1,4 @@
-"""rms_norm_rows and silu_and_mul: against float64 and their plain forms, with the same bits in any company."""
+"""rms_norm_rows and silu_and_mul: against float64 and their plain forms, with the same bits in any batch."""
 
 import jax
 import jax.numpy as jnp

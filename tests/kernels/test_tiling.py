@@ -1,4 +1,4 @@
-"""Tile sizes: the kernels read tuning.json, and an entry applies to one card and shape only."""
+"""Tile sizes: the kernels read tuning.json, and an entry applies to one GPU and shape only."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Pause, sleep and the watchdog of AsyncLLM, on the runner in plain Python: it loses all KV when the engine sleeps."""
+"""Pause, sleep and the watchdog of AsyncLLM, on the runner in plain Python. It loses all KV when the engine sleeps."""
 
 import asyncio
 import threading

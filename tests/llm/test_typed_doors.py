@@ -1,4 +1,4 @@
-"""The doors that vLLM's users know: typed options, its names and flags, YAML files, numbers with units."""
+"""Entry points for vLLM's users: typed options, vLLM's names and flags, YAML files, numbers with units."""
 
 import dataclasses
 import importlib

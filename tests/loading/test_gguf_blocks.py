@@ -1,4 +1,4 @@
-"""Quantised GGUF tensors that are kept: their numbers are the gguf library's, bit for bit."""
+"""GGUF tensors that stay quantised: their numbers equal the gguf library's, bit for bit."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Hub ids, with a hub served on loopback. Child processes are used because the client reads its settings on import."""
+"""Hub ids, with a hub served on loopback. Uses child processes, because the client reads its settings on import."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every family in bfloat16: its difference from float32 is about the difference that Transformers has."""
+"""Every family in bfloat16: its difference from float32 is about as large as Transformers'."""
 
 import json
 from pathlib import Path

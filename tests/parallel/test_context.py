@@ -1,4 +1,4 @@
-"""Prompts whose tokens are spread over devices: the bits of one device, with every feature, one exchange a layer."""
+"""Prompts with tokens on several devices: the bits of one device, with every feature, and one exchange per layer."""
 
 import re
 

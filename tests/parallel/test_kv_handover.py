@@ -1,4 +1,4 @@
-"""KV that one engine computes and another one uses: the answers are those of one engine, bit for bit."""
+"""One engine computes KV, another one uses it: the answers equal those of one engine, bit for bit."""
 
 import asyncio
 import dataclasses

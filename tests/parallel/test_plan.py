@@ -1,4 +1,4 @@
-"""`jpaged plan` of a model that is split over several devices: bytes of one device, from a config.json alone."""
+"""`jpaged plan` of a model on several devices: bytes of one device, from config.json alone."""
 
 import json
 

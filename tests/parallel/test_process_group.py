@@ -1,4 +1,4 @@
-"""How the processes of an engine meet and talk: real sockets, in threads of one process, without JAX's runtime."""
+"""Processes of an engine connect and exchange messages: real sockets, threads of one process, no JAX runtime."""
 
 import concurrent.futures
 import dataclasses

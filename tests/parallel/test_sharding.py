@@ -1,4 +1,4 @@
-"""Which part of each array a device has: padding, splitting and joining, without an engine."""
+"""The part of each array on a device: padding, splitting and joining, without an engine."""
 
 import dataclasses
 

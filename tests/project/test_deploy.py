@@ -1,4 +1,4 @@
-"""Files of deploy/: what they start is accepted by the command line, and what they probe is there."""
+"""Files of deploy/: the command line accepts their commands, and the server has the routes that they probe."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""The gate leaves out the files of tests that use nothing that has changed (.ci/left_out.py)."""
+"""The gate leaves out test files if nothing that they use has changed (.ci/left_out.py)."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A wheel has every package whatever became of the symbolic links, and an editable install exposes two names only."""
+"""A wheel has every package, even without the symbolic links. An editable install exposes two names only."""
 
 import os
 import pathlib

@@ -1,6 +1,6 @@
-"""The package contains no way to run code from data, and none to reach the network, but those named here.
+"""Except for the ways named here, the package cannot run code from data or reach the network.
 
-docs/security.md has the promises. A test here checks that each test which it names exists.
+docs/security.md has the promises. A test here checks that each test named there exists.
 """
 
 import ast

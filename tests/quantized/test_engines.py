@@ -1,8 +1,7 @@
 """Engines over checkpoints of every quantised format give the answers of engines with the dequantised weights.
 
-A row of the table is a tiny checkpoint. Where a format allows it, each matrix is packed in another way, so that few
-engines show all of them. The packers are those of tests/support/packers.py, which write the bytes of the formats'
-libraries.
+A row of the table is a tiny checkpoint. If a format allows it, each matrix is packed in another way, so that few
+engines cover all ways. tests/support/packers.py writes the same bytes as the formats' libraries.
 """
 
 import dataclasses

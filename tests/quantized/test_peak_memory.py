@@ -1,4 +1,4 @@
-"""Host memory while a bf16 checkpoint is rounded to 4 bits: the quantised weights, and little more."""
+"""Host memory while a bf16 checkpoint is quantised to 4 bits: little more than the quantised weights."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Experts that stay quantised on CPU: their bytes, their closeness to the numbers, and the same bits in any batch."""
+"""Experts that stay quantised on CPU: their bytes, their error, and the same bits in any batch."""
 
 import json
 

@@ -126,7 +126,6 @@ class CostsPlugin:
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note that the test was skipped."""
         self._skipped = self._skipped or report.skipped
 
     def pytest_sessionfinish(self) -> None:

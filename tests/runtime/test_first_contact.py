@@ -1,4 +1,4 @@
-"""First start on a device where something does not work: what is tried instead, and what the user reads."""
+"""First start on a device where something fails: the fallbacks, and the messages for the user."""
 
 import dataclasses
 import json

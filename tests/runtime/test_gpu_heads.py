@@ -1,6 +1,6 @@
-"""Programs after the forward pass, compiled for an H200 that need not be there.
+"""Programs after the forward pass, compiled for an H200 without the device.
 
-Each is one CUDA graph, and the sampler reads the logits as often as it must.
+Each is one CUDA graph, and the sampler reads the logits no more often than necessary.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
-"""Programs of real models with quantised weights, compiled for an H200 that need not be there.
+"""Programs of real models with quantised weights, compiled for an H200 without the device.
 
-The models are checkpoints with headers and no data. The bytes of the weights are those of the arguments that the
-program's kernels read.
+The models are checkpoints with headers and no data. Weight bytes are counted in the arguments that kernels read.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Forward programs, compiled for an H200 that need not be there: the commands of a step, and the kernels of a layer."""
+"""Forward programs, compiled for an H200 without the device: the commands of a step, and the kernels of a layer."""
 
 import dataclasses
 import re

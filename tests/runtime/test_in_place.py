@@ -1,7 +1,7 @@
-"""The KV pages and the weights are never copied: asserted on the text and the figures of compiled programs.
+"""KV pages and weights are never copied: asserted on the text and the memory analysis of compiled programs.
 
-Always for CPU. With `-m deviceless` also for an H200 if JAX's CUDA plugin is installed, and for a TPU v5e if its
-compiler is installed. Neither needs the device.
+Always for CPU. With `-m deviceless` also for an H200 (needs JAX's CUDA plugin) and for a TPU v5e (needs its compiler).
+Neither needs the device.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""The traffic of a program, counted from its text, against numbers worked out by hand."""
+"""Memory traffic of a program, counted from its text, compared with numbers worked out by hand."""
 
 import jax
 import jax.numpy as jnp

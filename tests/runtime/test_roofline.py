@@ -1,4 +1,4 @@
-"""Predicted times of programs, compiled for devices that need not be there."""
+"""Predicted times of programs, compiled without the devices."""
 
 import dataclasses
 import json

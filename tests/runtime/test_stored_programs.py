@@ -1,4 +1,4 @@
-"""Stored programs: the next start traces nothing, and they are the same programs."""
+"""Stored programs: the next start traces nothing, and loads the same programs."""
 
 import functools
 import hashlib

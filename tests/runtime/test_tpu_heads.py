@@ -1,4 +1,4 @@
-"""Programs after the forward pass, compiled for a TPU v5e that need not be there: how often they read the logits."""
+"""Programs after the forward pass, compiled for a TPU v5e without the device: how often they read the logits."""
 
 import jax.numpy as jnp
 import pytest

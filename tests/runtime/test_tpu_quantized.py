@@ -1,4 +1,4 @@
-"""Steps of a quantised model, compiled for a TPU v5e that need not be there: kernels, copies and bytes."""
+"""Steps of a quantised model, compiled for a TPU v5e without the device: kernels, copies and bytes."""
 
 import json
 import math

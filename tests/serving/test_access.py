@@ -1,4 +1,4 @@
-"""Who may use the server: keys on every route, hosts, origins, content types; and errors that tell nothing."""
+"""Who may use the server: keys on every route, hosts, origins, content types; and errors that reveal nothing."""
 
 import gzip
 import json

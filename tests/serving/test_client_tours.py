@@ -1,4 +1,4 @@
-"""The checkers of tools/client_tours find what they are for: missing fields, extra fields, wrong types, errors."""
+"""The checkers of tools/client_tours find missing fields, extra fields, wrong types and errors."""
 
 import json
 import pathlib

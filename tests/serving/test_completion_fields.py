@@ -1,4 +1,4 @@
-"""Fields of /v1/completions that answer about the prompt: echo, its log-probabilities, its tokens; and its usage."""
+"""Fields of /v1/completions about the prompt: echo, log-probabilities, tokens and usage."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""No request to /v1/responses or /v1/messages freezes the server: as `test_frozen_loop.py`, for their bodies."""
+"""No request to /v1/responses or /v1/messages freezes the server. Like `test_frozen_loop.py`, for their bodies."""
 
 import asyncio
 import json

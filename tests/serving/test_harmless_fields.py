@@ -1,4 +1,4 @@
-"""Fields that clients always send: accepted where they ask for nothing, refused by name where they do."""
+"""Fields that clients always send: accepted if they change nothing, otherwise refused by name."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Large answers are encoded in pieces, and are the same as in one."""
+"""Large answers are encoded in pieces, with the same bytes as in one piece."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""`jpaged bench serve`: arrivals, figures of known answers, and whole runs against a server without a model."""
+"""`jpaged bench serve`: arrivals, metrics of known answers, and whole runs against a server without a model."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The server's log: a line for an interval with work, and a line for each refused request, without prompts."""
+"""The server's log: a line per interval with work, and a line per refused request, without prompts."""
 
 import asyncio
 import logging

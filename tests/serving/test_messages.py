@@ -1,4 +1,4 @@
-"""/v1/messages: the exact frames of Anthropic's API, and its official client where it is installed."""
+"""/v1/messages: the exact frames of Anthropic's API, and its official client if it is installed."""
 
 import json
 import socket

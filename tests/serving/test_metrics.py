@@ -1,4 +1,4 @@
-"""GET /metrics: formats, names, keys, and the port of its own."""
+"""GET /metrics: formats, names, keys, and its own port."""
 
 import pathlib
 import re

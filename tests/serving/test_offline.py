@@ -1,7 +1,7 @@
-"""The server as a process that cannot reach any network: a tour of its routes works, and nothing tries to leave.
+"""The server as a process that cannot reach any network: a tour of its routes works, and nothing connects elsewhere.
 
-Where the system allows it, both processes run in a network namespace of their own, with loopback only. An audit hook in
-every Python process notes each connection and each look-up of a name that leads elsewhere, and refuses it.
+If the system allows it, both processes run in their own network namespace, with loopback only. An audit hook in every
+Python process records and refuses each connection and each name look-up that leads elsewhere.
 """
 
 import json

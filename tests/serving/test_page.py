@@ -1,4 +1,4 @@
-"""The page at /ui: headers, caching, keys, and that the built files are those of the sources. Needs no node."""
+"""The page at /ui: headers, caching, keys, and built files that match the sources. Needs no node."""
 
 import hashlib
 import json

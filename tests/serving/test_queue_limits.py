@@ -1,4 +1,4 @@
-"""A queue with a limit, over HTTP and a real engine: accepted requests are answered, others are refused with 503."""
+"""A limited queue, over HTTP and a real engine: accepted requests are answered, others are refused with 503."""
 
 import asyncio
 import concurrent.futures

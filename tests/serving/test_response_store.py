@@ -1,4 +1,4 @@
-"""The store of responses: its bounds, and who loses a response when it is full."""
+"""The store of responses: its limits, and the responses that it drops when it is full."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""/v1/responses with the official client: every body and every event is validated strictly as the client's types."""
+"""/v1/responses with the official client: every body and event is validated strictly against the client's types."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`jpaged run-batch`: every line is answered once, whatever ends the process, and every mistake is named before."""
+"""`jpaged run-batch`: every line is answered once, even if the process is killed, and mistakes are reported first."""
 
 import asyncio
 import codecs

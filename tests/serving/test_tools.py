@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: answers of one byte per token, read as the official client's types."""
+"""Tools and reasoning over HTTP: answers with one byte per token, parsed as the official client's types."""
 
 import json
 

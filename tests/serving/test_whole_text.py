@@ -1,6 +1,6 @@
-"""Texts, stop strings and log-probabilities through both routes, over an engine with a fake device: streams are whole.
+"""Texts, stop strings and log-probabilities on both routes, with a fake device. Streams equal whole answers.
 
-The fake runner's tokens are as good as random: half characters, special tokens and ids of no token come all the time.
+The fake runner's tokens are nearly random, with many half characters, special tokens and unknown ids.
 """
 
 import json

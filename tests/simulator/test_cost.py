@@ -1,4 +1,4 @@
-"""The cost model: a fit finds the coefficients that made the steps, and files are read as they were written."""
+"""The cost model: a fit finds the coefficients that generated the steps, and files read back equal."""
 
 import dataclasses
 import json

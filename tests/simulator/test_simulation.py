@@ -1,4 +1,4 @@
-"""Runs of the simulator: all arrivals are served, equal seeds give equal runs, queues have the lengths of theory."""
+"""Runs of the simulator: all arrivals are served, equal seeds give equal runs, queue lengths agree with theory."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The corpus on the engine with the demo model: at least 90% of the answers finish, and those match their grammar."""
+"""The corpus on the engine with the demo model: at least 90% of the answers finish, and these match their grammar."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""Hostile grammars: those beyond the limits raise before anything runs, those within the limits end in time."""
+"""Hostile grammars: beyond the limits they raise before anything runs, within the limits they end in time."""
 
 import concurrent.futures
 import json

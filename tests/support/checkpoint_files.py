@@ -12,19 +12,16 @@ from tests.golden.checkpoints import write_safetensors
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    """Return all tensors of a checkpoint by name."""
     with Checkpoint(folder) as checkpoint:
         return {name: np.array(checkpoint.array(name)) for name in checkpoint.names}
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Set fields of a checkpoint's config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Assert that two trees of arrays are equal."""
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 

@@ -38,8 +38,8 @@ def sampling_programs(*variants: SamplerVariant) -> Iterator[None]:
     """Engines created inside the block have only these sampling programs, and GREEDY, which an engine needs to start.
 
     A request that needs another program fails. RANDOM and FULL take two thirds of a tiny engine's compile time, but
-    most tests of models need only GREEDY. All programs compile before the engine runs, in 4 s of CPU time: a child process
-    that compiles in the background would take 2 s to start.
+    most tests of models need only GREEDY. All programs compile before the engine runs, in 4 s of CPU time: a child
+    process that compiles in the background would take 2 s to start.
     """
     bucket_shapes, needed = blueprint.bucket_shapes, (None, SamplerVariant.GREEDY, *variants)
 

@@ -1,4 +1,4 @@
-"""Long texts: the ids of one call, only as many as are needed, and an early error for a text that is too long."""
+"""Long texts: the ids of one call, no more ids than needed, and an early error for a text that is too long."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The check of prose: what it reads of a file, its rules, and sentences."""
+"""tools/check_prose.py: the texts that it reads from a file, its rules, and sentences."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""The demo model that ships with jpaged: its folder, its training record, and whether its weights match the record."""
+"""The demo model that ships with jpaged: its folder, its training record, and weights that match the record."""
 
 import ast
 import functools

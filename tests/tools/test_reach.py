@@ -1,4 +1,4 @@
-"""Child processes record the lines that they reach, and run as without it."""
+"""Child processes record the lines that they reach, and behave as without recording."""
 
 import os
 import subprocess

@@ -63,7 +63,6 @@ def valid(block: Any) -> dict[str, Any]:
 
 
 def sync_tour(checks: Checks, client: Any) -> None:
-    """All features with the sync client."""
     whole = ""
     with checks.check("messages.create"):
         message = client.messages.create(**ASK, system="Write Python.", metadata={"user_id": "someone"})
