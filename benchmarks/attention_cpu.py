@@ -1,4 +1,4 @@
-"""Times of paged attention on CPU: the native kernel, and XLA operations with various tile sizes.
+"""Times of paged attention on CPU: native kernel, and XLA by rows per tile, tiles per loop and keys per step.
 
     python benchmarks/attention_cpu.py [--dtype bfloat16]
     python benchmarks/attention_cpu.py --profile     # time of each operation of a decode
@@ -126,7 +126,7 @@ def profile(call: Callable, arguments: tuple, layers: int = 8, calls: int = 20) 
                 name = event.name.rstrip("0123456789.")
                 spent[name] += event.duration_ns
                 count[name] += 1
-    print(f"{whole * 1e6:.0f} us a layer; of its operations (parallel ones count twice):")
+    print(f"{whole * 1e6:.0f} us a layer; each operation (parallel ones count twice):")
     for name, nanoseconds in spent.most_common(12):
         total, times = nanoseconds / calls / layers / 1e3, count[name] / calls / layers
         print(f"{total:9.1f} us {times:6.1f} x {total / times:7.1f} us  {name}")

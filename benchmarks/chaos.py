@@ -21,8 +21,10 @@ Checked for each request: it gets its answer, or a documented error because the 
 hangs or gets an error 500. Each finished text equals the text that `jpaged.LLM` computed before the chaos.
 
 Checked while the load pauses, every 30 s and at the end: the server holds no request and no block, and its memory and
-open files are within a limit. The same seed gives the same cases, the same schedule, and the same requests of each
-client in the same order. Their timing depends on the machine.
+open files are within a limit.
+
+The same seed gives the same cases, the same schedule, and the same requests of each client in the same order. Their
+timing depends on the machine.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from drawn_requests import CHAT, COMPLETIONS
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ROUTES = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
-MAX_SECONDS = 90.0  # limit of any answer, with the time in which the server is stopped
+MAX_SECONDS = 90.0  # limit of any answer, including time while the server is stopped
 FINISHED = frozenset({"right", "wrong"})
 SCHEMA = {
     "type": "object", "required": ["name", "sizes"], "additionalProperties": False,

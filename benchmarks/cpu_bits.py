@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_bits.py
 
-For each operation and width it computes M copies of one row, and prints the groups of M that give equal bits. No engine
-may use two groups. Constants ensure this: `MIN_BUCKET` and `MIN_REDUCTION` (jpaged/runtime/step/programs.py),
+For each operation and width it computes M copies of one row, and prints the groups of M that give equal bits. An engine
+must use one group only. Constants ensure this: `MIN_BUCKET` and `MIN_REDUCTION` (jpaged/runtime/step/programs.py),
 `TILE_ROWS`, `MIN_TILES` and `MIN_SCORES` (pallas_kernels/paged_attention/xla.py). Run it for every new version of JAX.
 """
 

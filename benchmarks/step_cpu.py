@@ -38,7 +38,7 @@ def part_of(name: str, targets: Mapping[str, str]) -> str | None:
 
 
 def kernels(llm: jpaged.LLM) -> dict[str, str]:
-    """The native kernel of each foreign call of the programs, by the call's name."""
+    """The native kernel of each custom call of the programs, by the call's name."""
     found: dict[str, str] = {}
     engine: Any = llm.engine
     for program in engine.runner.programs.programs:

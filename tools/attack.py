@@ -7,7 +7,7 @@
 /health with and without them, and the memory that each request adds to the server and its child processes.
 
 `drawn` draws requests from a seed: fields with unusual values, damaged JSON, and damaged connections. It reports each
-server error, each error without OpenAI's fields, and each answer that takes too long.
+answer with a fault (`fault_of`), such as a server error, an error without OpenAI's fields, or a late error.
 
 Both start `jpaged serve demo`, and check that every stream returns the same text as without other requests.
 """

@@ -313,7 +313,7 @@ def main() -> None:
     running.add_argument("results", type=Path)
     running.add_argument("--reach", type=Path, required=True)
     running.add_argument("--costs", type=Path, required=True)
-    running.add_argument("--seconds", type=float, default=60, help="for the default and the slow tests each")
+    running.add_argument("--seconds", type=float, default=60, help="limit for default and for slow tests each")
     running.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     showing = commands.add_parser("show", help="print the results of runs")
     showing.add_argument("results", type=Path, nargs="+")

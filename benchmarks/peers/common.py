@@ -180,7 +180,7 @@ def time_steps(engine: Engine, rows: int, keys: int) -> dict[str, Any]:
     """Time decode steps of `rows` rows with `keys` prompt tokens each.
 
     A first pass computes the prompts. The second pass finds them in the engine's prefix cache, so all rows decode soon.
-    Only gaps between tokens count during which all rows decode.
+    Only the gaps between tokens while all rows decode count.
     """
     prompts = [row_prompt(row, keys) for row in range(rows)]
     generate(engine, [Request(prompt, 1) for prompt in prompts], Arrivals(rows))

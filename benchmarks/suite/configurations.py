@@ -5,7 +5,7 @@ import pathlib
 
 RUNNERS = pathlib.Path(__file__).resolve().parent.parent / "peers"
 JPAGED = "jpaged"
-LONG = "-long"  # suffix of a model whose configuration accepts more positions; its conversions are the model's
+LONG = "-long"  # suffix of a model with a configuration for more positions; conversions ignore it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
