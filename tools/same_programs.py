@@ -43,15 +43,31 @@ TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\
 PLACES = re.compile(r",? ?(metadata=\{[^{}]*\}|stack_frame_id=\d+|source_(file|line)=[^ ,}]+)")
 SOURCES = re.compile(r"(?<=kernel\.)[0-9a-f]{16}(?=\")")  # digest of a native kernel's sources, comments included
 FINGERPRINT = re.compile(r"frontend_attributes=\{fingerprint_before_lhs=\"\w+\"\}")
-# Bytecode of a Pallas kernel, which has places in the source too. Triton's is escaped, Mosaic's is base64.
+# Bytecode of a Pallas kernel, which has source positions too. Triton's is escaped, Mosaic's is base64.
 TRITON = re.compile(r'(?<=")ML\\EFR(?:[^"\\]|\\.)*(?=")')
 MOSAIC = re.compile(r'(?<=")TUzvUg[\w+/=]*(?=")')
 ESCAPED = re.compile(rb'\\([0-9A-F]{2}|[\\"])')
 
 
 def without_places(text: str) -> str:
-    """The text of a program without metadata, source positions, and digests of sources."""
-    return SOURCES.sub("", PLACES.sub("", TABLES.sub("", text)))
+    """The text of a program without metadata, source positions, and digests of sources. Kernels are readable."""
+    text = FINGERPRINT.sub("", SOURCES.sub("", PLACES.sub("", TABLES.sub("", text))))
+    text = TRITON.sub(lambda found: kernel_text(unescaped(found[0].encode("latin-1"))), text)
+    return MOSAIC.sub(lambda found: kernel_text(base64.b64decode(found[0])), text)
+
+
+def unescaped(text: bytes) -> bytes:
+    """The bytes of a string in HLO text, whose escapes are two hexadecimal digits, a backslash or a quote."""
+    return ESCAPED.sub(lambda found: found[1] if len(found[1]) == 1 else bytes.fromhex(found[1].decode()), text)
+
+
+def kernel_text(bytecode: bytes) -> str:
+    """The text of an MLIR module without locations."""
+    with ir.Context() as context:
+        context.allow_unregistered_dialects = True
+        triton.register_dialect(context)
+        tpu.register_dialect(context)
+        return str(ir.Module.parse(bytecode))
 
 
 def programs(config: dict[str, Any], target: Target) -> dict[str, str]:

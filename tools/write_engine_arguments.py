@@ -21,7 +21,7 @@ WIDER = {"tuple[int, ...] | None": "Sequence[int] | None"}  # types that callers
 
 
 def types() -> dict[str, str]:
-    """Type of each field of `EngineConfig`, as its source has it."""
+    """Type of each field of `EngineConfig`, as written in its source."""
     [declared] = ast.parse(inspect.getsource(EngineConfig)).body
     assert isinstance(declared, ast.ClassDef)
     fields = (line for line in declared.body if isinstance(line, ast.AnnAssign))

@@ -21,7 +21,8 @@ _IMPORTERS = ("<frozen importlib._bootstrap_external>", "_pytest/assertion/rewri
 class Reach:
     """Collects lines that run. `reached` has the lines since the last `restart`, by file. `out` gets each line at once.
 
-    Line 0 means that the file was opened, but not to import it. Files that Rust or C++ opens are not seen.
+    Line 0 means that the file was opened, but not to import it. Files that Rust or C++ opens are not seen. `out` is a
+    file descriptor, because a file object's lock may be held when a thread forks, and the child would wait for ever.
     """
 
     def __init__(self, out: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The finite table of programs: chooses their shapes, compiles them, and finds the program for a plan."""
+"""The finite table of programs: compiles them, and finds the program for a plan."""
 
 import concurrent.futures
 import dataclasses
@@ -22,111 +22,9 @@ from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreSha
 from jpaged.runtime.step.program_shapes import DECODE, MIXED, POOL, SCORE, Kind, Shape, kind_of, size
 from jpaged.runtime.store.cache import cache_hits
 
-# Maximum number of programs with default options. Five are not in the table: upload_row, two sizes of block copies, and
-# two of ExtrasUploader. A host tier adds two.
-MAX_PROGRAMS = 24
-MAX_STEP_PROGRAMS = MAX_PROGRAMS - 5
-MAX_ROW_BUCKETS = 4
-MAX_FORWARD_PROGRAMS = 8
-MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL
-# Below 8 rows XLA's CPU matmuls give other bits, and bf16 is 5 to 18 times slower. 8 rows take as long as 2.
-MIN_BUCKET = 8
-# XLA's CPU reductions give other bits if all rows together have fewer elements than this.
-MIN_REDUCTION = 4096
-
-
-def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
-    """Minimum rows and tokens of a program. On CPU it makes a row's bits the same in every program.
-
-    It is 8 for real models. Tiny models need more, so that their norms reduce over MIN_REDUCTION elements.
-    """
-    if platform != "cpu":
-        return MIN_BUCKET
-    widths = [spec.hidden_size, spec.vocab_size]  # of normalised vectors
-    if spec.qk_norm is not None:
-        widths.append(spec.num_kv_heads * spec.head_dim)
-    if spec.latent is not None:
-        widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
-    narrowest = min(widths)
-    return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
-
-
-Shape = ForwardShape | OutputShape
 logger = logging.getLogger(__name__)
 
 ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
-
-
-def bucket_shapes(
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    block_size: int,
-    num_kv_groups: int = 1,
-    smallest: int = MIN_BUCKET,
-    row_buckets: Sequence[int] | None = None,
-    token_buckets: Sequence[int] | None = None,
-    pools: bool = False,
-    context: int = 1,
-) -> list[Shape]:
-    """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
-
-    Forward programs: one per row bucket for steps of decodes only; one per token bucket, with the maximum of rows, for
-    all other steps. `sample` programs: one per row bucket and sampler variant, fewer for FULL. One `score` program. A
-    model that pools has only a forward program per token bucket and a `pool` program per row bucket.
-
-    context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
-    they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
-    """
-    max_rows = max(max_num_seqs, smallest)
-    max_tokens = max(max_num_batched_tokens, smallest)
-    if row_buckets:
-        rows = _checked(row_buckets, smallest, max_rows)
-    else:
-        rows = _thin(_powers(smallest, max_rows), MAX_ROW_BUCKETS)
-    if token_buckets:
-        tokens = _checked(token_buckets, smallest, max_tokens)
-    else:
-        # Drops small buckets first: 16 tokens cost about as much as 32, but 128 cost half as much as 256.
-        tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
-    parts = [1 if n % context or n // context < smallest else context for n in tokens]
-    if context not in parts:
-        raise ModelLoadError(
-            f"prefill_context_parallel_size={context}: no program can be split into {context} parts of {smallest} "
-            f"tokens or more (token_buckets {', '.join(map(str, tokens))}): use a power of two, or token_buckets and "
-            f"max_num_batched_tokens with a multiple of {context * smallest}"
-        )
-    mixed = [
-        ForwardShape(False, n, max_rows, block_size, num_kv_groups, count)
-        for n, count in zip(tokens, parts, strict=True)
-    ]
-    if pools:
-        return [*mixed, *(PoolShape(n) for n in rows)]
-    decodes = [ForwardShape(True, n, n, block_size, num_kv_groups) for n in rows]
-    samplers = [SampleShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
-    full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
-    samplers += [SampleShape(n, SamplerVariant.FULL) for n in full]
-    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1])]
-
-
-def _powers(low: int, high: int) -> list[int]:
-    """low times powers of two, below high; then high itself."""
-    values = [low << i for i in range(32) if low << i < high]
-    return [*values, high]
-
-
-def _thin(values: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the values, evenly spaced, including the largest."""
-    if len(values) <= most:
-        return list(values)
-    if most == 1:
-        return [values[-1]]
-    return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
-
-
-def _checked(values: Sequence[int], smallest: int, largest: int) -> list[int]:
-    """The caller's buckets, sorted, clipped to smallest..largest, and with the largest added."""
-    return sorted({max(smallest, min(int(v), largest)) for v in values} | {largest})
 
 
 @runtime_checkable
@@ -325,24 +223,6 @@ class ProgramTable:
             for p in self.programs
         ]
         return "\n".join(lines)
-
-
-def kind_of(shape: Shape) -> Kind:
-    """Kind of a program. The largest program of a kind can replace the others of its kind."""
-    match shape:
-        case ForwardShape():
-            return DECODE if shape.is_decode else MIXED
-        case SampleShape():
-            return shape.variant.name
-        case ScoreShape():
-            return SCORE
-        case PoolShape():
-            return POOL
-
-
-def size(shape: Shape) -> int:
-    """Rows or tokens of a program. Larger programs take longer to compile."""
-    return shape.tokens if isinstance(shape, ForwardShape | ScoreShape) else shape.rows
 
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:

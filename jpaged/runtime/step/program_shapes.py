@@ -10,23 +10,23 @@ from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
 
-# Largest number of programs with default options. Five of them are not in the table: upload_row, copying blocks in two
-# sizes, and the two of ExtrasUploader. A host tier adds two.
+# Maximum number of programs with default options. Five are not in the table: upload_row, two sizes of block copies, and
+# two of ExtrasUploader. A host tier adds two.
 MAX_PROGRAMS = 24
 MAX_STEP_PROGRAMS = MAX_PROGRAMS - 5
 MAX_ROW_BUCKETS = 4
 MAX_FORWARD_PROGRAMS = 8
 MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL
-# Below 8 rows XLA's CPU products give other bits, and bf16 is 5 to 18 times slower; 8 rows cost what 2 do.
+# Below 8 rows XLA's CPU matmuls give other bits, and bf16 is 5 to 18 times slower. 8 rows take as long as 2.
 MIN_BUCKET = 8
-# XLA's CPU reductions over fewer elements than this, in all rows together, give other bits.
+# XLA's CPU reductions give other bits if all rows together have fewer elements than this.
 MIN_REDUCTION = 4096
 
 
 def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
-    """Fewest rows and tokens of a program. On CPU, a row's bits are then the same in every program.
+    """Minimum rows and tokens of a program. On CPU it makes a row's bits the same in every program.
 
-    It is 8 for every model of use. Tiny models need more, so that their norms reduce over MIN_REDUCTION elements.
+    It is 8 for real models. Tiny models need more, so that their norms reduce over MIN_REDUCTION elements.
     """
     if platform != "cpu":
         return MIN_BUCKET
@@ -59,14 +59,12 @@ def bucket_shapes(
 ) -> list[Shape]:
     """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
-    Forward programs: one per row bucket for steps of decodes only; one per token bucket, with rows at the maximum, for
-    all other steps. `sample` programs: one per row bucket for each sampler variant, fewer for FULL. One `score`
-    program. A model that pools has no decodes: it has a forward program per token bucket, a `pool` program per row
-    bucket.
+    Forward programs: one per row bucket for steps of decodes only; one per token bucket, with the maximum of rows, for
+    all other steps. `sample` programs: one per row bucket and sampler variant, fewer for FULL. One `score` program. A
+    model that pools has only a forward program per token bucket and a `pool` program per row bucket.
 
-    context: devices that the tokens of a program are spread over, if each has `smallest` tokens or more. Decodes are
-    not spread: reading the weights takes most of their time, and each device must read them all. Raises ModelLoadError
-    if no program can be spread.
+    context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
+    they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -77,7 +75,7 @@ def bucket_shapes(
     if token_buckets:
         tokens = _checked(token_buckets, smallest, max_tokens)
     else:
-        # Small buckets are dropped first: a chunk of 16 tokens costs about what 32 do, one of 128 half of what 256 do.
+        # Drops small buckets first: 16 tokens cost about as much as 32, but 128 cost half as much as 256.
         tokens = _powers(2 * smallest, max_tokens)[-(MAX_FORWARD_PROGRAMS - (0 if pools else len(rows))) :]
     parts = [1 if n % context or n // context < smallest else context for n in tokens]
     if context not in parts:
@@ -100,13 +98,13 @@ def bucket_shapes(
 
 
 def _powers(low: int, high: int) -> list[int]:
-    """Powers of two from low, then high itself."""
+    """low times powers of two, below high; then high itself."""
     values = [low << i for i in range(32) if low << i < high]
     return [*values, high]
 
 
 def _thin(values: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the values, evenly spread, the largest included."""
+    """At most `most` of the values, evenly spaced, including the largest."""
     if len(values) <= most:
         return list(values)
     if most == 1:
@@ -115,12 +113,12 @@ def _thin(values: Sequence[int], most: int) -> list[int]:
 
 
 def _checked(values: Sequence[int], smallest: int, largest: int) -> list[int]:
-    """Buckets that the caller named, sorted, raised to the smallest where below it, and the largest added."""
+    """The caller's buckets, sorted, clipped to smallest..largest, and with the largest added."""
     return sorted({max(smallest, min(int(v), largest)) for v in values} | {largest})
 
 
 def kind_of(shape: Shape) -> Kind:
-    """The purpose of a program. The largest program of a kind can do the work of all others."""
+    """Kind of a program. The largest program of a kind can replace the others of its kind."""
     match shape:
         case ForwardShape():
             return DECODE if shape.is_decode else MIXED
@@ -133,5 +131,5 @@ def kind_of(shape: Shape) -> Kind:
 
 
 def size(shape: Shape) -> int:
-    """Rows or tokens of a program: the larger its number, the longer it takes to compile."""
+    """Rows or tokens of a program. Larger programs take longer to compile."""
     return shape.tokens if isinstance(shape, ForwardShape | ScoreShape) else shape.rows
