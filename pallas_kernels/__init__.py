@@ -1,15 +1,15 @@
-"""Attention over a paged KV cache, for any JAX program. The package knows nothing of the engine that uses it.
+"""Kernels for inference with a paged KV cache, for any JAX program. The package knows nothing of the engine.
 
 - `KVPages` owns the layout of the pages.
 - `write_kv` and `write_qkv` store keys and values in the pages; `paged_attention` attends over them.
-- `finish_qkv` is `write_qkv` without the pages.
-- `dot` multiplies rows with a matrix of weights: a kernel on CPU.
-- `quantized_dot` multiplies rows with a `QuantizedWeight`: weights in 8 or 4 bits, made by `quantize`.
-- `gated_dot` is both products of a gated feed-forward network, and the activation between them.
-- `grouped_dot` multiplies blocks of rows, each with its own matrix: the products of a mixture of experts.
-- `quantized_grouped_dot` does so with quantised matrices.
+- `finish_qkv` is `write_qkv` without the store: it returns k and v.
+- `dot` multiplies rows by a weight matrix, with a native kernel on CPU.
+- `quantized_dot` multiplies rows by a `QuantizedWeight`: weights in 8 or 4 bits, made by `quantize`.
+- `gated_dot` is the gate and up projections of a feed-forward network, with the activation.
+- `grouped_dot` multiplies blocks of rows, each by its own matrix: the matmuls of a mixture of experts.
+- `quantized_grouped_dot` is `grouped_dot` with quantised matrices.
 - `self_check` compares the implementations chosen for a device with the reference.
-- `rms_norm_rows` and `silu_and_mul` compute single rows: a kernel on CPU.
+- `rms_norm_rows` and `silu_and_mul` compute single rows, with native kernels on CPU.
 - `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
 """
 

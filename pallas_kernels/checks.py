@@ -27,10 +27,7 @@ def expect_integers(name: str, array: Any, shape: str) -> None:
 def expect_blocks(
     x: Array, matrix_of_block: Array, rows_of_block: Array | None
 ) -> Int[Array, " blocks"]:
-    """Check one matrix number and one number of rows per block of x [blocks, rows, in]. Raises ValueError.
-
-    Returns rows_of_block, int32[blocks]. None: all rows.
-    """
+    """Raise ValueError unless the index arrays fit x [blocks, rows, in]. Returns rows_of_block; None: all rows."""
     expect_integers("matrix_of_block", matrix_of_block, "[blocks]")
     if rows_of_block is None:
         rows_of_block = jnp.full(x.shape[0], x.shape[1], jnp.int32)

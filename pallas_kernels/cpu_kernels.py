@@ -29,7 +29,7 @@ from pallas_kernels.set_rows.cpu import kernel as set_rows
 from pallas_kernels.write_kv.cpu import KERNEL as WRITE_QKV
 from pallas_kernels.write_kv.cpu import kernel as write_qkv
 
-# module of each native kernel: loads it into this process
+# by module of the native kernel: the function that loads it into this process
 KERNELS = {
     DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,
     QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, SET_ROWS: set_rows, WRITE_QKV: write_qkv,
@@ -55,16 +55,14 @@ def load_kernels(modules: Iterable[str]) -> dict[str, str | None]:
 
 
 def compile_ahead(modules: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Start to compile the kernels that are not stored yet, in child processes, while the caller goes on.
+    """Compile the kernels that are not on disk in child processes, while the caller goes on.
 
-    A kernel is compiled once, by the process that comes to it first (`disk.only_one`); the others wait for it. So the
-    children begin at the end of `modules`, and `load_kernels` at its start. numba holds Python's lock: threads would
-    not help.
+    Threads would not help, because numba holds the GIL. `disk.only_one` lets the first process compile a kernel, and
+    the others wait for it. So the children start at the end of `modules`, and `load_kernels` at its start. Attention
+    is left to the caller, which compares it with the reference at the model's shape.
 
-    Attention is left to the caller, who compares it with its reference at the shape of the model.
-
-    Returns the processes; none on a machine with one processor, without room for a process, or in a program that
-    contains Python. They end by themselves.
+    Returns the processes, which end by themselves. None are started on a machine with one processor, if the system
+    starts no process, or if Python is embedded in another program.
     """
     new = [module for module in reversed(modules) if module != PAGED_ATTENTION and module not in _ahead]
     _ahead.update(new)
@@ -81,7 +79,7 @@ def _child(modules: Sequence[str]) -> subprocess.Popen[bytes]:
         [sys.executable, "-P", "-m", __name__, *modules],  # -P: import nothing from the current folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # what goes wrong there goes wrong in `load_kernels` too, which logs it
+        stderr=subprocess.DEVNULL,  # `load_kernels` meets the same error, and logs it
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
     )
     threading.Thread(target=child.wait, daemon=True).start()

@@ -29,7 +29,7 @@ def page_format(sharding: Any, dimensions: int) -> Any:
 
 
 def _of_scales(sharding: Any) -> Any:
-    """Sharding of fp8 scales [2, kv_heads], from that of pages [blocks, 2, kv_heads, ...]."""
+    """Sharding of fp8 scales [2, kv_heads]: the pages' sharding without the axis of blocks."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
@@ -38,10 +38,10 @@ def _of_scales(sharding: Any) -> Any:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["v_dim"])
 @dataclasses.dataclass(frozen=True)
 class KVPages:
-    """Pages of one layer. One array has keys and values.
+    """KV cache pages of one layer. One array holds keys and values.
 
     A page is one block: `block_size` tokens of all KV heads, first all keys, then all values, head by head. A page is
-    one contiguous read, and a head's keys are in the order that a product needs.
+    one contiguous read, with a head's keys in the order that a matmul needs.
 
     int8 pages have one scale per token and KV head, computed when they are written: 1.6% more bytes for heads of 128,
     3.1% for heads of 64. fp8 pages have one static scale per KV head. Latent pages (multi-head latent attention,
@@ -57,10 +57,7 @@ class KVPages:
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any, *,
         v_dim: int | None = None, sharding: Any = None,
     ) -> "KVPages":  # fmt: skip
-        """Pages of ShapeDtypeStructs, for planning and compiling without memory. Arguments and errors as in `create`.
-
-        sharding: the Sharding of the arrays, laid out as `create` does.
-        """
+        """`create` with ShapeDtypeStructs, to plan and compile without memory. sharding: of the arrays."""
         kind = jnp.dtype(dtype)
         if kind not in (*FLOATS, INT8, FP8):
             raise ValueError(f"dtype={kind}: KV pages hold bfloat16, float16, float32, int8 or float8_e4m3fn")
@@ -99,7 +96,7 @@ class KVPages:
         """Empty pages.
 
         dtype:      bfloat16, float16, float32, int8 or float8_e4m3fn.
-        v_dim:      for latent pages: number of values per token, the first of its head_dim numbers.
+        v_dim:      latent pages only: how many of a token's head_dim numbers are its values.
         fp8_scales: [2, kv_heads], factors of stored keys and values; None: 1.0. The values are copied through the host,
                     so that donating the pages does not donate the caller's array.
         device:     a jax Device or Sharding; None: JAX's default. Required on TPU for heads narrower than 128, because
@@ -160,14 +157,11 @@ class KVPages:
         return _addressable(num_blocks, int(np.prod(self.data.shape[1:])), self.dtype)
 
     def bytes_on(self, platform: str) -> int:
-        """Size in bytes on a platform. TPUs pad the last axis of an array to a multiple of 128 numbers.
-
-        The KV heads of int8 pages' scales are padded as well: to 2, 4 or a multiple of 8.
-        """
+        """Size in bytes on a platform. TPUs pad the last axis of an array to a multiple of 128."""
         if platform != "tpu":
             return self.num_bytes
         scales = self.num_bytes - self.data.size * self.dtype.itemsize
-        if self.dtype == INT8:
+        if self.dtype == INT8:  # TPUs also pad the KV heads of scales, to 2, 4 or a multiple of 8
             heads = next((n for n in (2, 4) if self.num_kv_heads <= n), -(-self.num_kv_heads // 8) * 8)
             blocks_and_parts = self.data.shape[0] * self.data.shape[1]
             scales = blocks_and_parts * heads * _lanes(self.block_size) * self.scales.dtype.itemsize
@@ -176,10 +170,7 @@ class KVPages:
     def gather(
         self, blocks: Int[Array, "rows n"], dtype: Any
     ) -> tuple[Float[Array, "rows kv_heads keys head_dim"], Float[Array, "rows kv_heads keys v_dim"]]:
-        """Keys and values of these blocks as `dtype`, n * block_size keys per row, head-major.
-
-        Keys and values are gathered separately, because slices of one gather would be copies.
-        """
+        """Keys and values of these blocks as `dtype`, n * block_size keys per row, head-major."""
         parts, heads = self.data.shape[1:3]
         rows, n = blocks.shape
 
@@ -196,7 +187,7 @@ class KVPages:
             scale = flat(self.scales) if self.dtype == INT8 else self.scales[which, None, :, None]
             return (taken.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
-        keys = take(0)
+        keys = take(0)  # two gathers, because slices of one gather would be copies
         return keys, take(1) if self.v_dim is None else keys[..., : self.v_dim]
 
     def scatter(
@@ -212,7 +203,7 @@ class KVPages:
         scales = self.scales
 
         def put(pool: Array, new: Array) -> Array:
-            """The pool with each head's numbers of each token, new[tokens, 2, kv_heads, ...], in their places."""
+            """The pool with new[tokens, 2, kv_heads, ...] stored in the tokens' slots."""
 
             def scatter(pool: Array) -> Array:
                 return pool.at[blocks, :, :, slots % size].set(new, mode="drop", unique_indices=False)
@@ -232,10 +223,7 @@ class KVPages:
         return dataclasses.replace(self, data=put(self.data, both.astype(self.dtype)), scales=scales)
 
     def copy_blocks(self, from_to: Int[Array, "copies 2"]) -> "KVPages":
-        """Pages with block from_to[i, 0] copied to block from_to[i, 1]. All blocks are read before any is written.
-
-        If either block is negative, the pair is padding and nothing is copied.
-        """
+        """Copy blocks from_to[i, 0] to from_to[i, 1], reading all first. Pairs with a negative block are padding."""
         target = jnp.where((from_to < 0).any(axis=1), self.num_blocks, from_to[:, 1])
         return self._each_block(
             lambda pool: _set_blocks(pool, target, jnp.take(pool, from_to[:, 0], axis=0, mode="clip"))
@@ -258,7 +246,7 @@ class KVPages:
     def from_host(self, blocks: np.ndarray, held: "KVPages") -> "KVPages":
         """Pages with these blocks (int32[n]) replaced by `held`, the result of `to_host`.
 
-        Raises ValueError for invalid blocks, and if `held` has another dtype or shape.
+        Raises ValueError for invalid blocks, and if `held` has another dtype, shape or v_dim.
         """
         index = self._host_index(blocks)
         expected = (len(index), *self.data.shape[1:])
@@ -295,7 +283,7 @@ def _set_blocks(pool: Array, blocks: Int[Array, " n"], own: Array) -> Array:
 
 
 def _addressable(num_blocks: int, page_size: int, dtype: Any) -> int:
-    """The largest number of blocks, at most `num_blocks`, that kernels can address. page_size: numbers in a page.
+    """The largest number of blocks, at most `num_blocks`, that kernels can address. page_size: elements of a page.
 
     Triton uses signed 32-bit offsets for arrays of up to 2^32 bytes. Larger arrays have offsets of 64 bits.
     """
@@ -305,7 +293,7 @@ def _addressable(num_blocks: int, page_size: int, dtype: Any) -> int:
 
 
 def _lanes(size: int) -> int:
-    """Numbers that an axis of this size takes in a TPU's lanes."""
+    """Size of a last axis on a TPU, padded to whole registers of 128 lanes."""
     return -(-size // 128) * 128
 
 
@@ -321,7 +309,7 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
 
 
 def int8_scale(largest: Array) -> Array:
-    """bfloat16 scale of int8 numbers: the factor that turns them back. largest: their largest absolute value."""
+    """bfloat16 scale of int8 numbers: number = code * scale. largest: the numbers' largest absolute value."""
     return (largest.astype(jnp.float32) / 127.0).astype(jnp.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Choice of the implementation for a device, and of the form of a Pallas kernel. Only this module knows platforms."""
+"""Chooses the implementation for a device, and if a Pallas kernel is interpreted. Only this module knows platforms."""
 
 import functools
 import re
@@ -81,50 +81,47 @@ def default_device() -> Any:
 
 
 def nvidia_capability(device: Any) -> tuple[int, int] | None:
-    """Compute capability of a jax Device, (9, 0) for Hopper; None if it is not an NVIDIA card."""
+    """Compute capability of a jax Device, (9, 0) for Hopper; None if it is not an NVIDIA GPU."""
     # "9.0" on NVIDIA, a name like "gfx942" on AMD
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return (int(major), int(minor)) if device.platform == "gpu" and major.isdigit() and minor.isdigit() else None
 
 
 def _described_device() -> jax.sharding.AbstractDevice | None:
-    """The device of the mesh that a kernel is traced in, as for a card that is missing; None without such a mesh."""
+    """Device of the mesh that a kernel is traced in, which may be a GPU that this machine lacks; None without one."""
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
 def device_kind() -> str:
-    """Name of the device that a kernel is traced for: of the mesh's device if it has one, else of JAX's default."""
+    """Kind of the device that a kernel is traced for: the mesh's device, else JAX's default device."""
     described = _described_device()
     return (described if described is not None else default_device()).device_kind
 
 
 def traced_platform() -> str:
-    """Platform that a kernel is traced for: of the mesh's device if it has one, else of JAX's default."""
+    """Platform that a kernel is traced for: of the mesh's device, else of JAX's default device."""
     described = _described_device()
     return (default_device() if described is None else described).platform
 
 
 def is_interpreted() -> bool:
-    """Whether a kernel of Mosaic GPU is traced for the interpreter on CPU, not for a card, present or described."""
+    """True if a Mosaic GPU kernel is traced for the interpreter on CPU, not for a GPU, present or described."""
     return traced_platform() == "cpu"
 
 
 def num_multiprocessors() -> int:
-    """Multiprocessors of the card that a kernel is traced for: of the mesh's device if it has one, else of JAX's first.
-
-    132, as on an H200, where neither says it.
-    """
+    """Multiprocessors of the mesh's device, else of JAX's default device. 132, as on an H200, if it reports none."""
     described = _described_device()
     cores = described.num_cores if described is not None else getattr(default_device(), "core_count", None)
     return cores or 132
 
 
-# Names of cards whose blocks have at most 99 KiB of shared memory: compute capabilities 8.6, 8.9 and 12.
+# GPUs with at most 99 KiB of shared memory per thread block: compute capabilities 8.6, 8.9 and 12.
 _SMALL_BLOCKS = re.compile(r"\b(A2|A10G?|A16|A40|L4|L40S?|RTX|GeForce)\b")
 
 
 def has_small_blocks() -> bool:
-    """Whether the card that a kernel is traced for has little shared memory: 99 KiB a block, not 163 or 227."""
+    """True if the GPU that a kernel is traced for has 99 KiB of shared memory per thread block, not 163 or 227."""
     described = _described_device()
     if described is not None:
         return _SMALL_BLOCKS.search(described.device_kind) is not None
@@ -136,7 +133,7 @@ _HOPPER = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 
 def is_hopper() -> bool:
-    """Whether a kernel is traced for a card of compute capability 9."""
+    """True if a kernel is traced for a GPU of compute capability 9."""
     described = _described_device()
     if described is not None:
         return _HOPPER.search(described.device_kind) is not None
@@ -144,15 +141,15 @@ def is_hopper() -> bool:
 
 
 def takes_native(refuse: Callable[..., str | None], *call: Any) -> bool:
-    """Whether the call is traced for CPU and a native kernel takes it. refuse: as `Implementation.refuse`.
+    """True if the call is traced for CPU and a native kernel accepts it. refuse: as `Implementation.refuse`.
 
-    Asks no kernel where the call is traced for another device: the first question compiles the kernel, in up to 25 s.
+    For other devices `refuse` is not called: its first call compiles the kernel, which takes up to 25 s.
     """
     return traced_platform() == "cpu" and refuse(jax.devices("cpu")[0], *call) is None
 
 
 def refuse_cpu(device: Any) -> str | None:
-    """Reason why native kernels cannot run on a device; None if its processor can run some."""
+    """Reason why native kernels cannot run on a device; None if it is a CPU."""
     return None if device.platform == "cpu" else f"it is for CPU, not for {device.device_kind}"
 
 
@@ -163,7 +160,7 @@ def refuse_triton(device: Any) -> str | None:
         return None
     if capability:
         has = ".".join(map(str, capability))
-        return f"its products need compute capability 8.0 (Ampere) or newer, {device.device_kind} has {has}"
+        return f"its matmuls need compute capability 8.0 (Ampere) or newer, {device.device_kind} has {has}"
     return f"it is for NVIDIA, and for CPU in interpret mode, not for {device.device_kind}"
 
 

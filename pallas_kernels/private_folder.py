@@ -1,6 +1,6 @@
 """Files in a folder that no other user can read or write. Each file has a checksum.
 
-Nothing here raises an error: data that cannot be stored or read is made again. A warning says so, once for each text.
+Nothing here raises: data that cannot be stored or read is made again. Each warning is logged once.
 """
 
 import functools
@@ -14,14 +14,13 @@ import tempfile
 logger = logging.getLogger(__name__)
 
 
-@functools.cache  # one line, not one for each file and each attempt
+@functools.cache  # once, not for each file and each attempt
 def warn(text: str) -> None:
-    """Log a warning, once."""
     logger.warning("%s", text)
 
 
 def private_folder(path: pathlib.Path, without: str) -> pathlib.Path | None:
-    """Make a folder of mode 0700. None, after a warning, if there is none or if another user could write it.
+    """Create a folder of mode 0700. Returns None, after a warning, if that fails or if other users have access.
 
     without: what happens without the folder, for the warning.
     """
@@ -38,7 +37,7 @@ def private_folder(path: pathlib.Path, without: str) -> pathlib.Path | None:
 
 
 def read_file(path: pathlib.Path) -> bytes | None:
-    """The data of a file; None if there is no whole one."""
+    """The data of a file; None if it is missing, damaged or unreadable."""
     try:
         checksum, _, data = path.read_bytes().partition(b"\n")
     except FileNotFoundError:

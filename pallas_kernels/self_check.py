@@ -1,7 +1,4 @@
-"""Checks of the implementations chosen for a device against their references. They take seconds, at start-up.
-
-`self_check` is for attention and the writes, `check_gated_dot` for the products of a feed-forward network.
-"""
+"""Start-up checks against the references, in seconds: `self_check` (attention, KV writes) and `check_gated_dot`."""
 
 import dataclasses
 import functools
@@ -22,13 +19,13 @@ from pallas_kernels.write_kv import matching_write, write_kv
 from pallas_kernels.write_qkv import write_qkv
 
 # Largest accepted difference from the reference in float32, with inputs from N(0, 1). Relative for numbers above 1.
-# The rounding of the products is below half of it.
+# Rounding in the matmuls stays below half of it.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
 # For stored 8-bit numbers: one quantisation step, because a number between two steps may be rounded either way.
 # int8: the largest number, about 4.5, over 127. fp8: an eighth.
 WRITE_TOLERANCE = {"int8": 0.06, "float8_e4m3fn": 0.15}
 ROWS, WIDTH_KEYS = 4, 2048
-# Of gated_dot: several tiles, and the last one is not full.
+# Size of the gated_dot check: several tiles, the last one not full.
 CHECKED_ROWS, CHECKED_OUTPUTS = 300, 1000
 CASES = {  # tokens of each row, keys of each row; None = block size + 1
     "decode": ((1, 1, 1, 1), (1, None, 777, WIDTH_KEYS)),
@@ -62,11 +59,11 @@ def self_check(
     The shape is that of one layer. Rows have 1 to 2,048 keys in shuffled blocks, and unused slots hold NaN. New tokens
     are stored by write_qkv and earlier tokens by write_kv, with the implementations chosen for the device.
 
-    kv_dtype:       of the pages; None: dtype.
+    kv_dtype:       dtype of the pages; None: dtype.
     with_sinks, with_alibi: give each head a different sink or slope.
     implementation: of paged_attention; None: the best one. The writes use the matching implementation.
     device:         a jax Device; None: JAX's default.
-    cases:          names from CASES; fewer for an implementation that takes decodes only.
+    cases:          names from CASES; "decode" alone for an implementation of decodes only.
 
     Returns the largest difference of paged_attention for each case. Raises KernelCheckError, with the implementation,
     the device, the case and the difference, if a difference is too large or NaN.

@@ -1,4 +1,4 @@
-"""dot: rows times a matrix of weights [out, in], the product of a linear layer."""
+"""dot: rows times a weight matrix [out, in], the matmul of a linear layer."""
 
 from typing import Any
 
@@ -32,11 +32,11 @@ def dot(
 ) -> Float[Array, "rows out"]:
     """x @ weight.T, with sums in float32.
 
-    x, weight:      of the same dtype. Products of float32 numbers are true float32 products.
-    num_rows:       the first rows of x that are needed. The results of the others are undefined, but finite.
+    x, weight:      of the same dtype. float32 inputs are multiplied in full float32 precision.
+    num_rows:       number of leading rows of x that are needed. Results of other rows are undefined, but finite.
     dtype:          of the result; None: x's dtype.
-    implementation: None: the best one for the platform that the call is lowered for. "xla" is XLA's product. "cpu" is a
-                    native kernel for CPU: each row has the same bits with any number of other rows. It has no gradient.
+    implementation: None: the best one for the platform that the call is lowered for. "xla" is XLA's matmul. "cpu" is a
+                    native kernel for CPU, in which a row's bits do not depend on other rows. It has no gradient.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """

@@ -25,7 +25,7 @@ def refuse(device: Any, x: Any, weight: Any, dtype: Any) -> str | None:
 
 
 def refuse_rows(x: Any, dtype: Any) -> str | None:
-    """Reason why native products cannot take rows x[..., in] with results of a dtype; None if they can."""
+    """Reason why native matmuls cannot take x[..., in] with results of `dtype`; None if they can."""
     if x.dtype not in FLOATS or jnp.dtype(dtype) not in FLOATS:
         return f"it multiplies bfloat16 or float32, not {x.dtype} to {jnp.dtype(dtype)}"
     if x.shape[-1] * x.dtype.itemsize % VECTOR_BYTES:

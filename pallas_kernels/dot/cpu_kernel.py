@@ -1,7 +1,7 @@
 """dot for CPUs in numba: rows times a matrix [out, in]. Imported only to compile.
 
-A unit of work is a block of outputs, for all rows. Every sum is one chain over the inputs, in whole vectors, and a
-tree at the end. So a row has the same bits with any number of other rows.
+A unit of work is a block of OUTPUTS outputs, for all rows. Every sum adds whole vectors in the order of the inputs, and
+then adds the lanes in a tree. So a row's bits do not depend on the other rows.
 """
 
 from numba import njit
@@ -16,9 +16,9 @@ from pallas_kernels.native.memory import fill_zeros, load_int32, load_int64, sto
 LANES, TILE, VECTOR = vectors.LANES, vectors.TILE, vectors.VECTOR
 TILE_OUTPUTS = LANES // TILE
 OUTPUTS = 64  # of a unit
-MOST_ROWS = 16  # that are computed together
-FEW = 8 if LANES == 16 else TILE  # rows that are multiplied with one row of weights at a time
-FIRST_CACHE = 28_672  # bytes of rows that stay in the first-level cache, next to the weights of a tile
+MOST_ROWS = 16  # most rows of x with sums in scratch memory at a time
+FEW = 8 if LANES == 16 else TILE  # most rows of x for `dot_few`, which reads one row of weights at a time
+FIRST_CACHE = 28_672  # bytes of x that stay in the L1 cache, next to a tile's weights
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 
 X, WEIGHT, OUT, ROWS, NUM_OUTPUTS, INPUT_BYTES, KIND, OUT_KIND, JOB_BYTES = words(8)
@@ -32,10 +32,7 @@ def scratch_bytes(job):
 
 @njit(**NATIVE)
 def dot_tile(kind, to, x, last_x, w, last_w, line, early):
-    """TILE rows of x times LANES // TILE rows of w. Rows after the last one are replaced by the last one.
-
-    early: address of a row of weights that is requested early.
-    """
+    """Multiply TILE rows of x by LANES // TILE rows of w. Missing rows repeat the last. early: row of w to prefetch."""
     if kind == BFLOAT16:
         cpu_vectors.dot_tile_bfloat16(to, 4 * OUTPUTS, x, last_x, w, last_w, line // VECTOR, early)
     else:
@@ -44,7 +41,7 @@ def dot_tile(kind, to, x, last_x, w, last_w, line, early):
 
 @njit(**NATIVE)
 def few_rows(rows, line):
-    """The number of rows of x that `dot_few` takes for `rows` rows, or 0 where `dot_tile` is faster."""
+    """`few` of `dot_few` for `rows` rows: the next power of two; 0 where `dot_tile` is faster."""
     few = 1
     while few < rows:
         few *= 2
@@ -53,7 +50,7 @@ def few_rows(rows, line):
 
 @njit(**NATIVE)
 def dot_few(kind, few, to, x, last_x, w, last_w, line):
-    """`few` rows of x times LANES // few rows of w. Rows after the last one are replaced by the last one."""
+    """Multiply `few` rows of x by LANES // few rows of w. Missing rows repeat the last one."""
     steps, stride = line // VECTOR, 4 * OUTPUTS
     if kind == BFLOAT16:
         if few == 1:
@@ -76,10 +73,10 @@ def dot_few(kind, few, to, x, last_x, w, last_w, line):
 
 @njit(**NATIVE)
 def multiply_rows(kind, out_kind, x, rows, line, weight, count, out, outputs, scratch):
-    """Rows of x times at most OUTPUTS rows of weights.
+    """Multiply rows of x by at most OUTPUTS rows of weights.
 
     line: bytes of a row of x, and of weights. count: rows of weights. out: address of the first row's first result.
-    outputs: numbers of a row of results. scratch: memory for MOST_ROWS * OUTPUTS float32 numbers.
+    outputs: row stride of the results, in numbers. scratch: memory for MOST_ROWS * OUTPUTS float32 numbers.
     """
     size = 2 if out_kind == BFLOAT16 else 4
     last_x, last_w = x + (rows - 1) * line, weight + (count - 1) * line
@@ -94,7 +91,7 @@ def multiply_rows(kind, out_kind, x, rows, line, weight, count, out, outputs, sc
             for output in range(0, count, TILE_OUTPUTS):
                 for row in range(start, end, TILE):
                     to = scratch + 4 * ((row - start) * OUTPUTS + output)
-                    # the next outputs' weights, one row of them with each of the first tiles of rows
+                    # prefetch the next outputs' weights: each of the first tiles of rows requests one row of weights
                     next_output = output + TILE_OUTPUTS + min(row // TILE, TILE_OUTPUTS - 1)
                     early = weight + next_output * line if start == 0 else x
                     dot_tile(kind, to, x + row * line, last_x, weight + output * line, last_w, line, early)

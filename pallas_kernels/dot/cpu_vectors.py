@@ -1,4 +1,4 @@
-"""Products of a few rows with a few rows of weights, as LLVM IR: see `pallas_kernels.native.vectors`."""
+"""Dot products of a few rows of x with a few rows of weights, as LLVM IR. See `pallas_kernels.native.vectors`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,21 +17,24 @@ from pallas_kernels.native.vectors import (
     vector_function,
 )
 
-AHEAD = 2048  # bytes: distance to the weights that are requested early
+AHEAD = 2048  # prefetch distance, in bytes
 
 
 def _row(code: Code, base: Any, row: int, line: Any, last: Any) -> Any:
-    """Address of a row, or of the last one."""
+    """Address of a row, or of the last row if there are fewer."""
     b, place = code.builder, code.at(base, (line, row))
     return b.select(b.icmp_signed("<", place, last), place, last)
 
 
 def _dot(vector: Any, step: Callable[[Code, Any, Any, Any], Any], rows: int, together: int) -> Any:
-    """Make a function that multiplies `rows` rows x with LANES // rows rows w, `together` of them at a time.
+    """Make a function: to[rows, outputs] = x[rows] @ w[outputs].T, where outputs = LANES // rows: LANES sums in all.
 
-    x, w: `steps` vectors a row. Rows after the last one are replaced by it. The sums are stored as rows of x, `stride`
-    bytes apart. A sum is one chain over the vectors, then the tree of `Code.sums`: `together` does not change its bits.
-    early: address of a row of weights that is requested early; 0: the weights that follow.
+    x, w:  rows of `steps` vectors. Missing rows repeat `last_x` and `last_w`.
+    to:    float32, with `stride` bytes from row to row.
+    early: address of a row of weights to prefetch; 0: the weights AHEAD bytes later.
+
+    The function reads `together` rows of w at a time. That does not change the bits of a sum, which adds its vectors in
+    order and then its lanes as a tree (`Code.sums`).
     """
     outputs = LANES // rows
 
@@ -45,7 +48,7 @@ def _dot(vector: Any, step: Callable[[Code, Any, Any, Any], Any], rows: int, tog
             w_rows = [_row(code, w, output, line, last_w) for output in range(first, first + together)]
             ahead = b.select(is_given, early, code.at(w_rows[0], (code.number(AHEAD), 1)))
             with code.each(steps) as i:
-                if rows >= TILE:  # with fewer, the processor itself reads ahead far enough
+                if rows >= TILE:  # with fewer rows, the processor's own prefetching suffices
                     prefetch_line(b, code.at(ahead, (i, VECTOR)))
                 w_parts = [code.load(code.at(row, (i, VECTOR)), vector, 2) for row in w_rows]
                 for row, x_row in enumerate(x_rows):
@@ -61,8 +64,8 @@ def _dot(vector: Any, step: Callable[[Code, Any, Any, Any], Any], rows: int, tog
     return dot
 
 
-# Few rows take the rows of weights one after the other. Memory gives 56 GB/s in this order, and 25 if 4 rows are read
-# at a time (two cores of a Zen 5, 60 MB of weights).
+# dot_1 to dot_8 read one row of weights at a time: 56 GB/s from memory, against 25 with 4 rows at a time (two cores of
+# a Zen 5, 60 MB of weights).
 dot_1_float32, dot_2_float32, dot_4_float32, dot_8_float32, dot_tile_float32 = (
     _dot(FLOATS, add_float32, rows, together)
     for rows, together in ((1, 1), (2, 1), (4, 1), (8, 1), (TILE, LANES // TILE))

@@ -7,6 +7,6 @@
 - `disk.py`: the folder that keeps machine code.
 - `processors.py`: the number of processors that the process may use.
 
-Programs that run kernels import only these last three. The other modules import numba, which takes 0.5 s: they are
-imported to compile.
+Running a stored kernel needs only the last three. The other modules import numba, which takes 0.5 s: they are imported
+to compile.
 """

@@ -9,13 +9,13 @@ from pallas_kernels.native.kinds import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 
 @njit(inline="always", **NATIVE)
 def round_up(number, multiple):
-    """The next multiple."""
+    """The smallest multiple that is at least `number`."""
     return (number + multiple - 1) // multiple * multiple
 
 
 @njit(**NATIVE)
 def size_of(kind):
-    """Bytes of a number."""
+    """Bytes of a number of a kind."""
     if kind == FLOAT32:
         return 4
     return 1 if kind in (INT8, FLOAT8) else 2
@@ -23,7 +23,7 @@ def size_of(kind):
 
 @njit(**NATIVE)
 def widen(kind, to, source, count, scale):
-    """Convert `count` numbers to float32, times scale, in whole vectors."""
+    """Convert `count` numbers to float32, times scale, and pad them with zeros to whole vectors."""
     if kind == BFLOAT16:
         vectors.widen_bfloat16(to, source, count, scale)
     elif kind == FLOAT32:

@@ -1,7 +1,4 @@
-"""The folder of machine code: private to its user, read and written whole, one process at a time.
-
-Nothing here raises an error: without the folder kernels compile at every start.
-"""
+"""The folder of machine code, private to its user. Nothing here raises: without it, kernels compile at every start."""
 
 import contextlib
 import functools
@@ -13,16 +10,13 @@ import platformdirs
 
 from pallas_kernels.private_folder import private_folder, read_file, warn, write_file
 
-LOCK_SECONDS, LOOK_SECONDS = 120.0, 0.02  # longest wait for another process, and time between two looks
+LOCK_SECONDS, LOOK_SECONDS = 120.0, 0.02  # longest wait for another process, and time between attempts
 WITHOUT = "native kernels compile at every start"
 
 
 @functools.cache
 def folder() -> pathlib.Path | None:
-    """The folder of machine code, which only this user can write; None if there is no such folder.
-
-    Machine code of another user would run with this user's rights.
-    """
+    """The private folder of machine code, or None. Machine code of other users would run with this user's rights."""
     path = pathlib.Path(platformdirs.user_cache_dir("pallas_kernels")) / "native"
     if not path.is_absolute():  # a user without a home
         warn(f"{path} is not an absolute path: {WITHOUT}. Set HOME")
@@ -31,7 +25,7 @@ def folder() -> pathlib.Path | None:
 
 
 def read(path: pathlib.Path | None) -> bytes | None:
-    """The machine code in a file; None if there is no whole one."""
+    """The machine code in a file; None if it is missing or damaged."""
     return None if path is None else read_file(path)
 
 
@@ -43,9 +37,9 @@ def write(path: pathlib.Path | None, code: bytes) -> None:
 
 @contextlib.contextmanager
 def only_one(path: pathlib.Path | None) -> Iterator[None]:
-    """Let one process at a time compile the kernel that is stored at `path`. The others wait, and then find its code.
+    """Let one process at a time compile the kernel for `path`. Other processes wait, and then find the code on disk.
 
-    The lock ends with its process. A process that waits longer than `LOCK_SECONDS`, or has no lock, compiles as well.
+    The lock ends with its process. A process that waits longer than `LOCK_SECONDS`, or gets no lock, compiles as well.
     """
     with contextlib.ExitStack() as stack:
         if path is not None:
@@ -57,7 +51,7 @@ def _lock(stack: contextlib.ExitStack, path: pathlib.Path) -> None:
     """Lock a file until the stack closes it."""
     import fcntl  # Windows has none, and no native kernels
 
-    with contextlib.suppress(OSError):  # a folder that cannot be written, or a file system without locks
+    with contextlib.suppress(OSError):  # a read-only folder, or a file system without locks
         file = stack.enter_context(path.open("ab"))
         end = time.monotonic() + LOCK_SECONDS
         while True:

@@ -1,12 +1,13 @@
 """A call from XLA's foreign function interface: its arrays, and the threads that share its work.
 
-The offsets are those of `xla/ffi/api/c_api.h`, which jaxlib ships. `tests/kernels/test_native.py` compares them. When a
-kernel is registered, it checks the sizes of XLA's structs and answers with its own version. XLA refuses other versions.
+The offsets are from `xla/ffi/api/c_api.h`, which jaxlib ships. `tests/kernels/test_native.py` compares them. When XLA
+registers a kernel, the kernel checks the sizes of XLA's structs and reports its interface version. XLA refuses versions
+that it does not support.
 
-A call is a *job*: an array of int64 in memory from malloc. The job is divided into units. Threads claim units one by
-one until none is left. The calling thread works too, and waits only for units that another thread has begun. So a call
-ends also when no thread of XLA's pool is free. A helper may start after the call has returned: it finds no unit, and
-touches nothing but the job. The last thread frees the job.
+A call is a *job*: an array of int64 from malloc, divided into units of work. Threads claim units one by one until none
+is left. The calling thread works too, and waits only for units that another thread has begun. So a call ends even if
+no thread of XLA's pool is free. A helper that starts after the call has returned finds no unit, and touches only the
+job. The last thread frees the job.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,7 @@ from pallas_kernels.native.memory import (
 
 NATIVE = {"nogil": True, "error_model": "numpy", "boundscheck": False}  # options of numba
 
-# The version of the interface that this module is written for: that of jaxlib 0.10.2. XLA accepts kernels of earlier
-# minor versions.
+# Interface version of this module, from jaxlib 0.10.2. XLA accepts kernels of earlier minor versions.
 MAJOR_VERSION, MINOR_VERSION = 0, 3
 NO_VERSION = -1
 
@@ -44,15 +44,15 @@ API_ERROR_CREATE, API_SCHEDULE, API_NUM_THREADS = 48, 136, 144
 # sizes of the structs up to the last field that this module reads; XLA's may be larger
 LEAST_FRAME, LEAST_API, LEAST_METADATA = FRAME_RETS + 8, API_NUM_THREADS + 8, METADATA_VERSION + VERSION_NUMBERS + 8
 BUFFER_DATA, BUFFER_DIMS = 24, 40
-SCHEDULE_SIZE, NUM_THREADS_SIZE = 40, 32  # their fields: size, extension, context, then those of `_run`
+SCHEDULE_SIZE, NUM_THREADS_SIZE = 40, 32  # their fields: size, extension, context, and those that `share` sets
 METADATA_EXTENSION = 1
 RESOURCE_EXHAUSTED = 8  # of XLA_FFI_Error_Code
 
 NEXT, DONE, USERS, UNITS, ARGUMENTS = 0, 8, 16, 24, 32  # offsets in a job; the kernel's own words follow
-MOST_THREADS = 1024  # of a call that is worth sharing; `thread_limit` and the pool have fewer
-POOL_REQUEST = 64  # bytes of memory for the arguments of a call of the pool
+MOST_THREADS = 1024  # for a call that is worth sharing; `thread_limit` and the pool allow fewer
+POOL_REQUEST = 64  # bytes for the arguments of a call to the thread pool
 CACHE_LINE = 64
-SPINS = 4096  # looks at the other threads before the processor is offered to them
+SPINS = 4096  # polls of the other threads before this one yields its processor
 
 
 @njit(inline="always", **NATIVE)
@@ -75,10 +75,7 @@ def dimension(frame: int, index: int, axis: int) -> int:
 
 @njit(**NATIVE)
 def asks_for_metadata(frame: int) -> bool:
-    """Whether XLA only asks for the version of the interface. Answers with `NO_VERSION` if XLA's structs are too small.
-
-    XLA refuses to register a kernel without a version that it knows.
-    """
+    """True if XLA only asks for the version. XLA rejects `NO_VERSION`, the reply if its structs are too small."""
     extension = load_int64(frame + FRAME_EXTENSION)
     if extension == 0 or load_int32(extension + EXTENSION_TYPE) != METADATA_EXTENSION:
         return False
@@ -114,7 +111,7 @@ def leave(job: int) -> None:
 
 @njit(inline="always", **NATIVE)
 def aligned(scratch: int) -> int:
-    """The first cache line of a thread's scratch: a vector in two cache lines takes twice as long."""
+    """The first cache line of a thread's scratch. A vector that spans two cache lines takes twice as long."""
     return (scratch + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
@@ -140,7 +137,7 @@ def make_share(work: Callable[[int, int], None]) -> Any:
     @njit(**NATIVE)
     def share(frame: int, task: int, job: int, scratch: int, most_threads: int) -> None:
         api, units = load_int64(frame + FRAME_API), load_int64(job + UNITS)
-        request = scratch  # memory for the arguments of the pool; free again before the work begins
+        request = scratch  # holds the arguments for the pool, before the work begins
         helpers = min(most_threads, units, thread_limit()) - 1
         if helpers > 0:
             store_int64(request, NUM_THREADS_SIZE)
@@ -171,10 +168,7 @@ def make_share(work: Callable[[int, int], None]) -> Any:
 
 
 def make_run(work: Callable[[int, int], None], scratch_bytes: Callable[[int], int]) -> Any:
-    """A function that runs a job whose units are counted, and frees it. It returns the handler's result.
-
-    work, scratch_bytes: as in `make_task`. task: as in `make_share`.
-    """
+    """A function that runs a job of `units` units, frees it, and returns the handler's result. See `make_share`."""
     share = make_share(work)
 
     @njit(**NATIVE)

@@ -1,7 +1,7 @@
-"""Products of 8-bit integers, as LLVM IR. Sums of integers are exact, so their order does not matter.
+"""Dot products of 8-bit integers, as LLVM IR. Sums of integers are exact, so their order does not matter.
 
-Processors multiply uint8 with int8. So weights are uint8 here, code = number + zero point, and x is int8. The product
-with the codes is too large by the zero point times the sum of x, which is subtracted.
+Processors multiply uint8 by int8. So weights are uint8 here, code = number + zero point, and x is int8. The result is
+too large by the zero point times the sum of x, which is subtracted.
 """
 
 import functools
@@ -20,23 +20,23 @@ LINE = BLOCK * INPUTS  # bytes of a tile
 LARGEST = 127  # magnitude of a quantised number of x
 MAGIC = 12582912.0  # 1.5 * 2**23: the low bits of x + MAGIC are x, rounded to nearest, ties to even
 SMALLEST = 1e-30  # a row with no larger number is quantised to zeros
-WIDE, ROWS = (2, 8) if LANES == BLOCK else (1, 4)  # blocks of outputs, and rows of x, that registers have sums for
-EARLY = 1024  # bytes: distance to the weights that are requested early
+WIDE, ROWS = (2, 8) if LANES == BLOCK else (1, 4)  # blocks of outputs and rows of x with sums in registers
+EARLY = 1024  # prefetch distance, in bytes
 
 BYTES, SHORT = ir.VectorType(I8, LINE), ir.VectorType(I8, LANES)
 SUMS, NUMBERS, CODES = (ir.VectorType(kind, BLOCK) for kind in (I32, FLOAT, I8))  # one number for each output
 
 
 class _Products(NamedTuple):
-    """Names of LLVM's intrinsics for a processor's products of integers."""
+    """Names of LLVM's intrinsics for a processor's integer dot products."""
 
-    outputs: int  # of an instruction
-    four: str = ""  # sums of 4 products of uint8 and int8, in int32; "": there is none
+    outputs: int  # per instruction
+    four: str = ""  # sums of 4 products of uint8 and int8, in int32; "": no such instruction
     two_bytes: str = ""  # sums of 2 products of uint8 and int8, in int16
     two_words: str = ""  # sums of 2 products of int16, in int32
 
 
-# By the features that they need, the fastest first
+# By required processor features, fastest first
 _PRODUCTS = {
     ("avx512vnni",): _Products(16, four="llvm.x86.avx512.vpdpbusd.512"),
     ("avx512bw",): _Products(16, two_bytes="llvm.x86.avx512.pmaddubs.w.512", two_words="llvm.x86.avx512.pmaddw.d.512"),
@@ -46,16 +46,13 @@ _PRODUCTS = {
 
 
 def _products() -> _Products | None:
-    """The products of this processor; None: it has none that are known here."""
+    """The dot product instructions of this processor; None if it has none of _PRODUCTS."""
     has = library.processor().features
     return next((products for needed, products in _PRODUCTS.items() if has.issuperset(needed)), None)
 
 
 def _multiply_add(code: Code, total: Any, bits: int, w: Sequence[Any], x: Sequence[Any]) -> Any:
-    """total[16] + the sums of 4 neighbouring products, for each w and x.
-
-    w: 64 uint8 with numbers of `bits` bits. x: 4 int8 as an int32.
-    """
+    """total[16] + the dot products of each w, 64 codes of `bits` bits in uint8, and its x, 4 int8 in an int32."""
     b, products = code.builder, _products()
     if products is not None:
         words = [b.bitcast(each, SUMS) for each in w]
@@ -76,7 +73,7 @@ def _multiply_add(code: Code, total: Any, bits: int, w: Sequence[Any], x: Sequen
 
 
 def _add_products(code: Code, products: _Products, total: Any, bits: int, w: Sequence[Any], x: Sequence[Any]) -> Any:
-    """total + the sums of 4 neighbouring products, for each w, 4 uint8 as an int32 for each output, and x."""
+    """total + the dot products of each w, 4 uint8 in an int32 for each output, and its x, 4 int8 in an int32."""
     b, outputs = code.builder, products.outputs
     ints, shorts, codes = (ir.VectorType(kind, outputs * count) for kind, count in ((I32, 1), (I16, 2), (I8, 4)))
     pairs = [(each, code.splat(four, outputs)) for each, four in zip(w, x, strict=True)]
@@ -100,10 +97,10 @@ def _add_products(code: Code, products: _Products, total: Any, bits: int, w: Seq
 def quantise_row(code: Code, to: Any, scale: Any, row: Any, chunks: Any) -> None:
     """Store row[chunks * LANES], float32, as int8: round(number / scale).
 
-    scale: address of the result: the largest magnitude / 127. NaN or infinity if the row has one.
+    scale: address for the scale, which is the largest magnitude / 127. It is NaN or infinity if the row has one.
     """
     b = code.builder
-    (most,) = code.variables([code.ints(0)])  # magnitudes as int32: in their order, and NaN is above infinity
+    (most,) = code.variables([code.ints(0)])  # as int32, magnitudes have the same order, and NaN is above infinity
     with code.each(chunks) as i:
         magnitude = b.and_(code.load(code.at(row, (i, VECTOR)), INTS), code.ints(0x7FFFFFFF))
         old = b.load(most)
@@ -134,16 +131,16 @@ def sum_bytes(code: Code, to: Any, row: Any, vectors: Any) -> None:
 
 
 def _multiply(bits: int, rows: int, wide: int) -> Any:
-    """Make a function that multiplies rows of x, int8, with blocks of 16 outputs.
+    """Make a function that multiplies int8 rows of x by blocks of 16 outputs.
 
-    to:      float32[rows, WIDE * 16]: the sum over the groups, in their order, of a group's exact sum times its scale.
-    x:       address of the first row; `line` bytes from row to row. Rows after `last` are replaced by it.
-    x_sums:  int32[all rows, groups], sums of x; the same rows.
-    codes:   of the first block. block: bytes from block to block; 0: the second block is the first one again.
+    to:      float32[rows, WIDE * 16]: the groups in order, each as its exact sum times its scale.
+    x:       address of the first row; rows are `line` bytes apart. Rows after `last` repeat it.
+    x_sums:  int32[rows, groups], the sum of x for each row and group.
+    codes:   of the first block; blocks are `block` bytes apart. block=0: the first block is used twice.
     scales:  float32[blocks, groups, 16]. zeros: uint8[blocks, groups, 16], or 0: the zero point is 2 ** (bits - 1).
-    mins:    float32[blocks, groups, 16], or 0. A group's result is less by its min times the sum of x. The zero point
-             of 4 bits is then 0.
-    vectors: of 4 inputs, in a group.
+    mins:    float32[blocks, groups, 16], or 0. min * sum of x is subtracted for each group, and the zero point of 4
+             bits is 0.
+    vectors: number of 4-input vectors in a group.
     """
 
     @vector_function(*[INT] * 12)
@@ -152,7 +149,7 @@ def _multiply(bits: int, rows: int, wide: int) -> Any:
         zeros: Any, mins: Any, groups: Any, vectors: Any,
     ) -> None:  # fmt: skip
         b, step = code.builder, 8 // bits  # vectors of 4 inputs in 64 bytes
-        chains = step if rows == 1 else 1  # of sums: one chain alone would wait for its own results
+        chains = step if rows == 1 else 1  # accumulators per sum: with one, each addition waits for the last
         row_at, sums_at, is_single = [x], [x_sums], b.icmp_unsigned("==", block, code.number(0))
         for _ in range(rows - 1):
             is_last = b.icmp_signed(">=", row_at[-1], last)
@@ -226,7 +223,7 @@ def _minima(code: Code, mins: Any, index: Any) -> Any:
     return b.load(found)
 
 
-# One row is multiplied with one block at a time: then memory is read from first to last. With two blocks at a time, as
-# for more rows, 1.5 MB of weights take 60 us instead of 54 (int8), and 0.8 MB take 47 instead of 35 (int4).
+# One row is multiplied by one block at a time, so that memory is read in order. With two blocks at a time, as for more
+# rows, 1.5 MB of weights take 60 us instead of 54 (int8), and 0.8 MB take 47 instead of 35 (int4).
 multiply_int8, multiply_row_int8 = _multiply(8, ROWS, WIDE), _multiply(8, 1, 1)
 multiply_int4, multiply_row_int4 = _multiply(4, ROWS, WIDE), _multiply(4, 1, 1)

@@ -38,7 +38,7 @@ _lock = threading.RLock()
 class Native(NamedTuple):
     """A native kernel of this process."""
 
-    name: str | None            # under which XLA knows it; None: it cannot run
+    name: str | None            # its name in XLA; None: it cannot run
     reason: str | None          # why it cannot run
     is_new: bool = False        # compiled by this process, not loaded from disk
 
@@ -46,10 +46,10 @@ class Native(NamedTuple):
 def native(kernel: str, check: Callable[[str], None] | None = None) -> Native:
     """Load or compile a kernel and register it with XLA, at the first call.
 
-    kernel: a module with the numba functions `task` and `handler`: "pallas_kernels.paged_attention.cpu_kernel".
-    check:  called with the kernel's name after it was compiled; raises an error if its results are wrong.
+    kernel: a module with the numba functions `task` and `handler`, like "pallas_kernels.paged_attention.cpu_kernel".
+    check:  called with the kernel's name after it is compiled; raises an error if results are wrong.
 
-    Never raises: callers have another way to compute.
+    Never raises: callers can compute with XLA operations instead.
     """
     with _lock:  # a kernel is registered once
         return _native(kernel, check)
@@ -83,7 +83,7 @@ class Processor(NamedTuple):
 
     name: str                 # LLVM's
     features: frozenset[str]  # LLVM's names
-    flags: str = ""           # for LLVM: features that this one has or lacks, other than its name says
+    flags: str = ""           # LLVM's list of features that it has or lacks, for the compiler
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def processor() -> Processor:
 
 
 def not_stored(kernels: Sequence[str]) -> list[str]:
-    """Those of the kernels that `native` would compile and store. Loads nothing."""
+    """The kernels that are not on disk, and that `native` would compile and store. Loads nothing."""
     if _unsupported() is not None or _lacks():
         return []
     digest = _digest()
@@ -134,14 +134,14 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
     if lacking := _lacks():
         return Native(None, f"it needs a processor with {', '.join(lacking)}")
     digest = _digest()
-    name = f"{kernel}.{digest[:16]}"  # a program that XLA has stored calls the kernel that it was compiled with
+    name = f"{kernel}.{digest[:16]}"  # a program in XLA's cache calls the kernel version that it was compiled with
     path = _path(kernel, digest)
     code = disk.read(path)
     if code is not None:
         _register(name, code)
         return Native(name, None)
     with disk.only_one(path):
-        code = disk.read(path)  # of the process that had the lock
+        code = disk.read(path)  # stored by the process that had the lock
         is_new = code is None
         if code is None:
             logger.info("compiling the native kernel %s for this processor, once: 2 to 25 s", kernel.split(".")[1])
@@ -150,14 +150,14 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
         _register(name, code)
         if is_new:
             if check is not None:
-                with jax.default_device(jax.devices("cpu")[0]):  # the default may be a card
+                with jax.default_device(jax.devices("cpu")[0]):  # the default may be a GPU
                     check(name)
             disk.write(path, code)
     return Native(name, None, is_new)
 
 
 class Addresses(NamedTuple):
-    """Where the parts of a kernel are in memory, for the life of the process."""
+    """Addresses of a kernel's parts, valid for the life of the process."""
 
     handler: int
     thread_limit: int  # 0: the kernel uses no other threads
@@ -174,14 +174,14 @@ def _register(name: str, code: bytes) -> None:
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     limit = engine.get_global_value_address(THREAD_LIMIT)
-    if limit:  # a kernel that uses no other threads has none
+    if limit:
         ctypes.c_int64.from_address(limit).value = processors.usable()
     address = engine.get_function_address(HANDLER)
     addresses[name] = Addresses(address, limit)
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
     engine.detach()  # the code stays for the life of the process: XLA's threads may run it while Python ends
-    # Before the platform is initialised, JAX keeps the kernel for later. A kernel that XLA refuses then would end the
-    # initialisation, and with it the process.
+    # Initialise the platform first. Otherwise JAX would register the kernel during the initialisation, and a kernel
+    # that XLA refuses would end the process.
     jax.devices("cpu")
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
 
@@ -191,7 +191,7 @@ def _digest() -> str:
     whole = hashlib.sha256()
     for path in sorted([*PACKAGE.glob("native/*.py"), *PACKAGE.glob("*/cpu*.py")]):
         whole.update(path.read_bytes())
-    # jaxlib: a new version of XLA's interface is compared with the reference again
+    # jaxlib: kernels are compiled and checked again for a new version of XLA's interface
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite", "jaxlib")]
     parts = [versions, sys.version_info[:2], platform.machine(), processor().name, processor().flags]
     whole.update(json.dumps(parts).encode())
@@ -213,7 +213,7 @@ def _compile(kernel: str) -> bytes:
     whole.link_in(binding.parse_assembly(_ENTRIES.format(*names, task_entry=TASK, handler_entry=HANDLER)))
     for function in whole.functions:
         if function.name not in (HANDLER, TASK) and not function.is_declaration:
-            function.linkage = "internal"  # so that unused ones are removed: those for calls from Python
+            function.linkage = "internal"  # LLVM removes unused ones, such as numba's for Python
     machine = _machine()
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(whole, passes)
@@ -223,10 +223,7 @@ def _compile(kernel: str) -> bytes:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends the block, at its end at the latest.
-
-    LLVM calls Python functions, and ctypes drops a KeyboardInterrupt that is raised in one.
-    """
+    """Raise KeyboardInterrupt by the block's end: ctypes drops one that is raised in a Python callback of LLVM."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -249,11 +246,11 @@ def _interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_optimisation() -> Iterator[None]:
-    """Keep numba from optimising: LLVM optimises the whole kernel afterwards. Halves the time of compiling."""
+    """Keep numba from optimising: LLVM optimises the whole kernel afterwards. Halves the compile time."""
     from numba.core import config
     from numba.core.compiler_lock import global_compiler_lock
 
-    with global_compiler_lock:  # other threads compile before or after, with their own level
+    with global_compiler_lock:  # no other thread compiles with this level
         level = config.OPT
         config.OPT = type(level)(0)
         try:
@@ -262,8 +259,8 @@ def _without_optimisation() -> Iterator[None]:
             config.OPT = level
 
 
-# C functions that call numba's, which return their results through a pointer. The status is always 0: native kernels
-# raise nothing. numba's own C functions would need Python to report errors.
+# C functions that call numba's functions, which return results through a pointer. Native kernels raise nothing, so the
+# status is always 0. numba's own C functions would need Python to report errors.
 _ENTRIES = """
 declare i32 @{0}(ptr, ptr, i64)
 declare i32 @{1}(ptr, ptr, i64, i64)

@@ -62,7 +62,7 @@ def fetch_add(typing_context: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def call(typing_context: Any, function: Any, argument: Any) -> Any:
-    """function(argument): a C function by address, which takes a pointer and returns one."""
+    """Call the C function at an address. It takes a pointer and returns one."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.call(pointer(builder, arguments[0], ir.FunctionType(I64, [I64])), [arguments[1]])
@@ -115,7 +115,7 @@ def fill_zeros(typing_context: Any, address: Any, size: Any) -> Any:
 
 @intrinsic
 def copy_bytes(typing_context: Any, to: Any, source: Any, size: Any) -> Any:
-    """Copy `size` bytes to another place."""
+    """Copy `size` bytes from one address to another."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I8.as_pointer(), I64, ir.IntType(1)])
@@ -128,10 +128,10 @@ def copy_bytes(typing_context: Any, to: Any, source: Any, size: Any) -> Any:
 
 
 def prefetch_line(builder: Any, address: Any) -> None:
-    """Emit `prefetch`. The line goes into the second-level cache.
+    """Emit `prefetch` into the L2 cache.
 
-    A core has few requests in flight to its first-level cache. Waiting for them halved the rate at which attention
-    reads pages: 12 to 14 GB/s, and 22 to 29 with this hint (32 rows of 500 keys, two cores of a Zen 5).
+    A core has few requests in flight to its L1 cache. Waiting for them halved the rate at which attention reads pages:
+    12 to 14 GB/s, against 22 to 29 with this hint (32 rows of 500 keys, two cores of a Zen 5).
     """
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     read, second_level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
@@ -163,7 +163,7 @@ def pause(typing_context: Any) -> Any:
 
 @intrinsic
 def thread_limit(typing_context: Any) -> Any:
-    """The most threads of a call: a variable of the machine code, which `library.py` sets when it loads the code."""
+    """Largest number of threads: a variable of the machine code. `library.py` sets it when it loads the code."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         variable = builder.module.globals.get(THREAD_LIMIT)
@@ -176,7 +176,7 @@ def thread_limit(typing_context: Any) -> Any:
 
 
 def error(code: int, message: str) -> Any:
-    """A function (create): an error of XLA. create: address of `XLA_FFI_Error_Create`. code: `XLA_FFI_Error_Code`."""
+    """Make a function that returns an XLA error. create: address of XLA_FFI_Error_Create. code: XLA_FFI_Error_Code."""
 
     @intrinsic
     def make(typing_context: Any, create: Any) -> Any:

@@ -13,20 +13,14 @@ ROOT = pathlib.Path("/")
 
 
 def usable(root: pathlib.Path = ROOT) -> int:
-    """Processors of this process: those of its affinity, but not more than its container's quota, rounded up.
-
-    root: the folder that has `proc` and `sys`.
-    """
+    """Processors for this process: its affinity, at most its container's quota, rounded up. root: has `proc`, `sys`."""
     # `os.process_cpu_count` needs Python 3.13; macOS has no affinity
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(count, quota(root)))
 
 
 def quota(root: pathlib.Path) -> float:
-    """Processors that control groups grant to this process: the least quota of its group and the groups above it.
-
-    Infinity without a quota, and where the files cannot be read.
-    """
+    """Smallest quota, in processors, of this process's cgroup and its parents. Infinity if no quota can be read."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux, or /proc is not mounted
@@ -47,7 +41,7 @@ def quota(root: pathlib.Path) -> float:
 
 
 def _quota_of(folder: pathlib.Path) -> float:
-    """Processors that one control group grants; infinity without a quota."""
+    """Quota of one cgroup, in processors; infinity without a quota."""
     try:
         if (folder / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
             granted, period = (folder / "cpu.max").read_text().split()

@@ -38,7 +38,7 @@ def _round(code: Code, kind: str, value: Any) -> Any:
 
 
 def _rms_norm(kind: str) -> Any:
-    """Make a function: to = round(row / rms(row)) * weights. share: 1 / the number of numbers."""
+    """Make a function: to = round(row / rms(row)) * weights. share: 1 / the row's width."""
 
     @vector_function(INT, INT, INT, INT, FLOAT32, FLOAT32)
     def rms_norm(code: Code, to: Any, row: Any, weights: Any, chunks: Any, share: Any, eps: Any) -> None:

@@ -1,8 +1,8 @@
 """Arithmetic on rows of float32 numbers, a vector at a time, as LLVM IR.
 
-Every result is one chain of operations in a fixed order. So its bits depend neither on the rows that are computed
-together nor on the vectoriser. They do depend on the processor, which decides the width of a vector. Addresses are
-int64. `chunks` counts vectors: rows are padded with zeros.
+Every result is one chain of operations in a fixed order. So its bits depend neither on other rows nor on LLVM's
+vectoriser. They do depend on the processor, which decides the width of a vector. Addresses are int64. `chunks` is a
+row's length in vectors: rows are padded with zeros.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from numba.extending import intrinsic
 from pallas_kernels.native import library
 from pallas_kernels.native.memory import I8, I32, I64, declared, pointer
 
-# Numbers of a vector. A tile has as many sums as a vector has numbers. The 16 registers of AVX2 hold 8 sums of 8
-# numbers, and so do NEON's. With 16 sums of 16 numbers LLVM would keep most of them in memory.
+# Numbers in a vector, and sums in a tile. AVX2 has 16 registers, which hold 8 sums of 8 numbers; NEON's hold as many.
+# LLVM would keep most of 16 sums of 16 numbers in memory there.
 LANES = 16 if "avx512f" in library.processor().features else 8
 VECTOR = 4 * LANES  # bytes
-TILE = 4  # rows that are computed together
-PAIR = 2  # the same, where there are at most 2
+TILE = 4  # rows of a tile
+PAIR = 2  # rows of a tile when a call has at most 2
 HAS_BFLOAT16 = "avx512bf16" in library.processor().features  # instructions that multiply pairs of bfloat16 numbers
 FLOAT, I16, I1 = ir.FloatType(), ir.IntType(16), ir.IntType(1)
 FLOATS, INTS, I16S = (ir.VectorType(kind, LANES) for kind in (FLOAT, I32, I16))
@@ -42,7 +42,7 @@ class Code:
         return ir.Constant(I64, value)
 
     def floats(self, value: float) -> Any:
-        """A vector of equal constants."""
+        """A vector of one float32 constant."""
         return ir.Constant(FLOATS, [value] * LANES)
 
     def ints(self, values: int | Sequence[int]) -> Any:
@@ -73,7 +73,7 @@ class Code:
         return self.pick(one, one, [0] * lanes)
 
     def pick(self, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-        """The lanes of a (0 to n - 1) and b (n to 2n - 1) with these numbers."""
+        """A vector of these lanes of a (0 to n - 1) and b (n to 2n - 1)."""
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def join(self, vectors: Sequence[Any]) -> Any:
@@ -88,7 +88,7 @@ class Code:
         return self.call(f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
     def largest(self, value: Any) -> Any:
-        """The largest lane. If some are NaN: a lane, or NaN."""
+        """The largest lane; with NaN among them, any lane."""
         b, half = self.builder, LANES // 2
         while half:
             other = self.pick(value, value, [(lane + half) % LANES for lane in range(LANES)])
@@ -116,10 +116,7 @@ class Code:
         return vectors[0]
 
     def exp(self, x: Any) -> Any:
-        """exp(x) for x <= 0, with an error of 1 unit in the last place. 0 below -87; NaN stays NaN.
-
-        Range reduction and coefficients: Cephes, expf.
-        """
+        """exp(x) for x <= 0, to 1 unit in the last place, as in Cephes' expf. 0 below -87; NaN stays NaN."""
         b, floats = self.builder, self.floats
         shifted = self.fma(x, floats(1.44269504088896341), floats(12582912.0))  # its low bits are round(x / ln 2)
         n = b.fsub(shifted, floats(12582912.0))
@@ -134,12 +131,12 @@ class Code:
 
     @contextlib.contextmanager
     def each(self, count: Any) -> Any:
-        """A loop; gives the index."""
+        """A loop that yields its index."""
         with cgutils.for_range(self.builder, count) as loop:
             yield loop.index
 
     def variables(self, values: Sequence[Any]) -> list[Any]:
-        """Variables with these first values. LLVM keeps them in registers."""
+        """Variables with these initial values. LLVM keeps them in registers."""
         made = [cgutils.alloca_once(self.builder, value.type) for value in values]
         for each, value in zip(made, values, strict=True):
             self.builder.store(value, each)
@@ -147,7 +144,7 @@ class Code:
 
 
 def vector_function(*arguments: Any) -> Callable[[Callable[..., None]], Any]:
-    """Make a numba function, without a result, of a function that emits code. arguments: their numba types."""
+    """Decorator: turn a function that emits code into a numba function without a result, of these argument types."""
 
     def wrap(emit: Callable[..., None]) -> Any:
         def typed(typing_context: Any, *_: Any) -> Any:
@@ -170,7 +167,7 @@ INT, FLOAT32 = types.int64, types.float32
 
 
 def _widen(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
-    """Make a function (to, source, count, scale): count numbers as float32, times scale, in whole vectors."""
+    """Make a function (to, source, count, scale): `count` numbers as float32, times scale, padded to whole vectors."""
 
     @vector_function(INT, INT, INT, FLOAT32)
     def widen(code: Code, to: Any, source: Any, count: Any, scale: Any) -> None:
@@ -243,7 +240,7 @@ def _to_float16(code: Code, value: Any) -> Any:
 
 
 def _narrow(kind: Any, convert: Callable[[Code, Any], Any]) -> Any:
-    """Make a function (to, source, count, scale): count float32 numbers times scale in another type."""
+    """Make a function (to, source, count, scale): `count` float32 numbers, times scale, in another type."""
 
     @vector_function(INT, INT, INT, FLOAT32)
     def narrow(code: Code, to: Any, source: Any, count: Any, scale: Any) -> None:
@@ -293,7 +290,7 @@ def add_float32(code: Code, total: Any, x: Any, w: Any) -> Any:
 
 
 def add_bfloat16(code: Code, total: Any, x: Any, w: Any) -> Any:
-    """Return total + the two products of each pair. Without instructions for pairs: one product after the other."""
+    """Return total + both products of each pair. Without instructions for pairs, they are added one by one."""
     if HAS_BFLOAT16:
         return code.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, x, w])
     b = code.builder
@@ -322,7 +319,7 @@ def multiply_rows(code: Code, to: Any, other: Any, chunks: Any) -> None:
 
 @vector_function(INT, INT, INT)
 def sum_squares(code: Code, result: Any, row: Any, chunks: Any) -> None:
-    """The sum of the squares of row[chunks * LANES], in the first number of a vector."""
+    """Store the sum of the squares of row[chunks * LANES], in every lane of a vector at `result`."""
     b = code.builder
     (total,) = code.variables([code.floats(0.0)])
     with code.each(chunks) as i:

@@ -1,4 +1,4 @@
-"""Operations on single rows: RMS norm, and the SiLU gate of a feed-forward network."""
+"""Operations on single rows, as native kernels on CPU: RMS norm, and the SiLU gate of a feed-forward network."""
 
 from typing import Any
 
@@ -15,10 +15,7 @@ from pallas_kernels.write_qkv.reference import rms_norm
 def rms_norm_rows(
     x: Float[Array, "rows width"], weight: Float[Array, " width"], eps: float, num_rows: Int[Array, ""] | int
 ) -> Float[Array, "rows width"]:
-    """`rms_norm` of the first `num_rows` rows. The results of the others are undefined. On CPU a native kernel.
-
-    The bits of a row do not depend on the number of rows.
-    """
+    """`rms_norm` of the first `num_rows` rows; the others are undefined. A row's bits depend on no other row."""
 
     def plain(x: Array, weight: Array, _: Array) -> Array:
         return rms_norm(x, weight, eps)
@@ -30,9 +27,9 @@ def rms_norm_rows(
 
 
 def silu_and_mul(both: Float[Array, "rows twice_width"], num_rows: Int[Array, ""] | int) -> Float[Array, "rows width"]:
-    """silu(first half) * second half of the first `num_rows` rows. The results of the others are undefined.
+    """silu(first half) * second half of the first `num_rows` rows; the others are undefined.
 
-    SiLU is computed in float32 and rounded to the rows' dtype. The bits of a row do not depend on the number of rows.
+    SiLU is computed in float32 and rounded to the rows' dtype. A row's bits depend on no other row.
     """
     width = both.shape[1] // 2
 

@@ -1,4 +1,4 @@
-"""set_rows: replaces rows of an array in place, also on CPU in types that XLA converts there."""
+"""set_rows: replaces rows of an array in place. On CPU, a native kernel does so for dtypes that XLA would convert."""
 
 from collections.abc import Callable
 
@@ -21,8 +21,8 @@ def set_rows(
 
     table: read as rows of `width` numbers, in the order of memory.
     rows:  of the table's dtype. The bits are copied as they are.
-    plain: the same in XLA's operations, for where there is no kernel; None: a scatter of rows. XLA copies a table that
-        is reshaped, so a caller whose rows are parts of axes has a better one.
+    plain: XLA operations for devices without a kernel; None: reshape the table, and scatter rows. XLA copies a table
+        that is reshaped, so a caller whose rows are parts of axes should pass a scatter without a reshape.
 
     In place if the table is donated.
     """

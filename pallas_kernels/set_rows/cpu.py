@@ -60,4 +60,4 @@ def _check(name: str) -> None:
     with jax.ensure_compile_time_eval():
         found = _call(name, jnp.asarray(table.reshape(8, 5, 2, 3)), jnp.asarray(index), jnp.asarray(rows))
         if not np.array_equal(np.asarray(found).reshape(40, 6), expected):
-            raise ValueError("rows are not where they belong")
+            raise ValueError("the rows of the table differ from numpy's")
