@@ -45,10 +45,9 @@ IMPLEMENTATIONS = {
 def usable_implementations(
     device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int
 ) -> tuple[str, ...]:
-    """Names of the implementations that accept a call, best first: each can stand in for the one before.
+    """Names of the implementations that accept a call, best first: each is a fallback for the one before.
 
-    Arguments as in `choose_implementation`. "mosaic_prefill" is the first one on cards where it was measured to be
-    faster than "triton".
+    Arguments as in `choose_implementation`. "mosaic_prefill" comes first on GPUs where it was measured as faster.
     """
     call = (q, pages, block_tables, max_query_len)
     names = candidates(IMPLEMENTATIONS, device, *call)
@@ -91,28 +90,27 @@ def paged_attention(
 
     pages:           the layer's KV; q_heads = kv_heads * q_per_kv, and query head h uses KV head h // q_per_kv.
     block_tables:    int32; entry i of a row is the block of its tokens i * block_size to (i + 1) * block_size - 1.
-                     Entries after the row's end are not used, nor those of blocks before the window of its first query.
-    context_lens:    int32; keys that the row's last query sees, with this step's tokens; 0 = empty row.
+                     Entries after the row's end, and before the window of its first query, are not used.
+    context_lens:    int32; length of each row's sequence, with this step's tokens; 0 = empty row.
     scale:           factor of q.k.
     max_query_len:   static upper bound of the tokens per row; 1 = every row has one token.
     sliding_window:  a query sees at most this many keys, its own included.
     logit_softcap:   c: scores become c * tanh(scores / c)       (Gemma 2, arXiv:2408.00118).
-    sinks:           one logit per head that joins the softmax's sum and nothing else       (arXiv:2309.17453).
+    sinks:           one logit per head, added to the softmax's denominator only            (arXiv:2309.17453).
     alibi_slopes:    float32, one per head: slope * (key position - query position) is added (arXiv:2108.12409).
     implementation:  None: the best one for device and shape. "reference" is plain and gathers every key. "xla" is an
                      online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
                      loops that end at the longest row. "triton" are kernels for NVIDIA, "triton_small" the same with
                      small tiles, no splits and no pipeline. "mosaic_tpu" is a kernel for TPU. On CPU, these three run
-                     in interpret mode. "mosaic_prefill" is for Hopper: "triton" for rows of one token, a kernel through
-                     Mosaic GPU for other rows. It is chosen where measurements say so. "mosaic_gpu" is the same without
-                     Triton: experimental, and never chosen.
+                     in interpret mode. "mosaic_prefill", for Hopper, is "triton" for rows of one token and a Mosaic GPU
+                     kernel for other rows. It is chosen where it was measured to be faster. "mosaic_gpu" has Mosaic GPU
+                     kernels for all rows. It is experimental, and never chosen.
     debug:           check the values of the index arguments, also inside jit. Raises ValueError; from a running
-                     program JaxRuntimeError with the same text. Costs a call back to the host. Without it, indices out
-                     of range give undefined results.
+                     program JaxRuntimeError with the same text. Costs a host callback. Without it, indices out of range
+                     give undefined results.
 
-    Only the XLA implementations and the reference have gradients.
-    `jax.shard_map` needs `check_vma=False`. All arguments but the arrays
-    are static.
+    Only the XLA implementations and the reference have gradients. `jax.shard_map` needs `check_vma=False`. All
+    arguments but the arrays are static.
 
     Returns q's dtype, with v_dim numbers per head for latent pages. Sums over keys are in float32. Raises ValueError,
     which names the argument, if shapes or dtypes do not fit, or if the implementation refuses the call.

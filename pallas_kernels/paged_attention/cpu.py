@@ -31,7 +31,7 @@ def kernel() -> library.Native:
 
 
 def is_new() -> bool:
-    """Whether this process has compiled the kernel: compare it with the reference before use."""
+    """True if this process compiled the kernel, and must compare it with the reference before use."""
     return kernel().is_new
 
 

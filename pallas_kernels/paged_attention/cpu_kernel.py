@@ -2,10 +2,10 @@
 
 A unit of work is a tile of query rows of one row of the batch and one KV head. A query row is a pair (token, query head
 of the KV head). A unit takes its keys 64 at a time, counted from position 0: first the scores of all query rows, then
-their weights, then the weighted values. Keys and values are read in groups of LANES. They are converted to float32, or,
-in bfloat16, multiplied as they are stored. If the processor multiplies bfloat16, weights are rounded to it then, as by
-Transformers. All sums of a query row are chains of their own, in the order of the keys. So the bits of a query depend
-neither on the tile, the batch, the chunk nor on the number of threads.
+their weights, then the weighted values. Keys and values are read in groups of LANES, and converted to float32. If
+queries and pages are bfloat16, they are multiplied as stored (`is_direct`). Then weights are rounded to bfloat16, as in
+Transformers, if the processor multiplies bfloat16. A query row has its own sums, in the order of the keys. So its bits
+do not depend on the tile, the batch, the chunk or the number of threads.
 """
 
 import numpy as np
@@ -42,7 +42,7 @@ from pallas_kernels.paged_attention.cpu import ALIBI, CAP, FLAGS, PAGE_KIND, QUE
 LANES, VECTOR, TILE, PAIR = vectors.LANES, vectors.VECTOR, vectors.TILE, vectors.PAIR
 SPAN, LINE = cpu_vectors.SPAN, cpu_vectors.LINE
 ONE = np.float32(1)
-# Query rows of a unit: 32 of up to 128 numbers, with their results, fill half of a first-level cache of 48 KiB.
+# Query rows of a unit: 32 of up to 128 float32, with their results, take 32 KiB of an L1 cache of 48 KiB.
 MOST_ROWS, MOST_NUMBERS = 32, 4096
 MIN_SHARED_BYTES = 65_536  # of keys and values; below, one thread is faster: waking another takes about 10 us
 
@@ -74,7 +74,7 @@ def page_of(job, table, block):
 
 @njit(inline="always", **NATIVE)
 def value_dim(job):
-    """Numbers of a value."""
+    """Width of a value vector."""
     latent = option(job, V_DIM)
     return latent if latent > 0 else load_int64(job + HEAD_DIM)
 
@@ -89,7 +89,7 @@ def scratch_bytes(job):
 
 @njit(**NATIVE)
 def page_line(job, table, head, part, position):
-    """Index of a position's key (part 0) or value (part 1) among all rows of numbers in the pages."""
+    """Index of a position's key (part 0) or value (part 1) among all key and value vectors of the pages."""
     size, heads, parts = load_int64(job + BLOCK_SIZE), load_int64(job + KV_HEADS), load_int64(job + PARTS)
     block = position // size
     return ((page_of(job, table, block) * parts + part) * heads + head) * size + position - block * size
@@ -97,7 +97,7 @@ def page_line(job, table, head, part, position):
 
 @njit(**NATIVE)
 def read_part(job, table, head, part, first, low, high, to):
-    """Convert the keys (part 0) or values (part 1) of LANES positions; zeros for those outside low to high - 1."""
+    """Convert the keys (part 0) or values (part 1) of LANES positions to float32; zeros outside low to high - 1."""
     size, dim, heads = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM), load_int64(job + KV_HEADS)
     kind, data, scales = option(job, PAGE_KIND), load_int64(job + DATA), load_int64(job + SCALES)
     wide, bytes_each = 4 * round_up(dim, LINE), size_of(kind)
@@ -122,7 +122,7 @@ def read_part(job, table, head, part, first, low, high, to):
 
 @njit(**NATIVE)
 def prefetch_part(job, table, head, part, first, high):
-    """Begin to read the keys (part 0) or values (part 1) of positions first to first + LANES - 1 below high."""
+    """Prefetch the keys (part 0) or values (part 1) of positions first to first + LANES - 1 below high."""
     size, line_bytes = load_int64(job + BLOCK_SIZE), load_int64(job + HEAD_DIM) * size_of(option(job, PAGE_KIND))
     position, end = first, min(first + LANES, high)
     while position < end:
@@ -135,7 +135,7 @@ def prefetch_part(job, table, head, part, first, high):
 
 @njit(inline="always", **NATIVE)
 def is_direct(job):
-    """Whether keys and values are multiplied in bfloat16, as they are stored, with LANES keys in a row."""
+    """True if keys and values are multiplied in bfloat16, as stored: LANES keys must be contiguous."""
     if option(job, QUERY_KIND) != BFLOAT16 or option(job, PAGE_KIND) != BFLOAT16:
         return False
     whole = load_int64(job + HEAD_DIM) % (2 * LANES) == 0 and value_dim(job) % (2 * LANES) == 0
@@ -144,24 +144,21 @@ def is_direct(job):
 
 @njit(**NATIVE)
 def find_values(job, table, head, first, low, high, spare):
-    """Address of the bfloat16 values of LANES positions.
-
-    If some are outside low to high - 1, that of a copy with zeros in their place: they may be NaN, and 0 * NaN is NaN.
-    """
+    """Address of the bfloat16 values of LANES positions; of a copy, with zeros outside low to high - 1, if needed."""
     line = 2 * load_int64(job + HEAD_DIM)
     part = load_int64(job + PARTS) - 1
     source = load_int64(job + DATA) + page_line(job, table, head, part, first) * line
     begin, end = max(low - first, 0), min(high - first, LANES)
     if begin == 0 and end == LANES:
         return source
-    fill_zeros(spare, LANES * line)
+    fill_zeros(spare, LANES * line)  # values outside may be NaN, and 0 * NaN is NaN
     copy_bytes(spare + begin * line, source + begin * line, (end - begin) * line)
     return spare
 
 
 @njit(**NATIVE)
 def score(direct, padded, scores, queries, keys, line):
-    """Scores of `padded` query rows and LANES keys. line: bytes of a query, and of a key."""
+    """Compute the scores of `padded` query rows and LANES keys. line: bytes of a query, and of a key."""
     stride, steps = 4 * SPAN, line // VECTOR
     if padded == PAIR and direct:
         cpu_vectors.score_pair_bfloat16(scores, stride, queries, keys, steps)
@@ -187,7 +184,7 @@ def add_scores(direct, scores, top, total, out, chunks, scale, low, high):
 @njit(**NATIVE)
 def accumulate(direct, padded, outs, weights, values, line, chunks):
     """Add the weighted values of LANES keys to the results of `padded` query rows. line: bytes of a value."""
-    stride, width = 4 * SPAN, VECTOR * chunks  # bytes from a row of weights, and of results, to the next
+    stride, width = 4 * SPAN, VECTOR * chunks  # row strides of weights and of results, in bytes
     if padded == PAIR and direct:
         cpu_vectors.add_pair_bfloat16(outs, weights, stride, values, line, chunks)
     elif padded == PAIR:

@@ -1,7 +1,4 @@
-"""Arithmetic of attention for a few query rows and a group of LANES keys, or 64 keys, as LLVM IR.
-
-See `pallas_kernels.native.vectors`.
-"""
+"""Attention of a few query rows and LANES or 64 keys, as LLVM IR. See `pallas_kernels.native.vectors`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,26 +29,23 @@ from pallas_kernels.native.vectors import (
 
 SPAN = 64  # keys of a step of softmax
 LOWEST = -1e30  # maximum of no scores; finite, because -inf - -inf is NaN
-LINE = 16  # numbers: queries, keys, values and results are padded to multiples of it
+LINE = 16  # queries, keys, values and results are padded to multiples of it
 BITS = ir.VectorType(I16, 2 * LANES)  # of bfloat16 numbers
 
 
 def _tree(combine: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
-    """Combine 1, 2, 4, ... values: each two neighbours, then those results, and so on."""
+    """Combine 1, 2, 4, ... values in a tree: pairs of neighbours, then pairs of the results, and so on."""
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def _score_tile(rows: int, vector: Any, step: Callable[[Code, Any, Any, Any], Any]) -> Any:
-    """Make a function: scores[rows, LANES] = queries[rows] times keys[LANES], each of `steps` vectors.
-
-    score_stride: bytes from a row of scores to the next.
-    """
+    """Make a function: scores[rows, LANES] = queries[rows] @ keys[LANES].T, of `steps` vectors. score_stride: bytes."""
 
     @vector_function(INT, INT, INT, INT, INT)
     def score_tile(code: Code, scores: Any, score_stride: Any, queries: Any, keys: Any, steps: Any) -> None:
-        b, per_row = code.builder, LANES // rows  # keys that are multiplied together: LANES sums in all
+        b, per_row = code.builder, LANES // rows  # keys at a time: LANES sums in all
         stride, parts = b.mul(steps, code.number(VECTOR)), []
         for first in range(0, LANES, per_row):
             sums = code.variables([code.floats(0.0)] * LANES)
@@ -62,7 +56,7 @@ def _score_tile(rows: int, vector: Any, step: Callable[[Code, Any, Any, Any], An
                     row, key = divmod(index, per_row)
                     b.store(step(code, b.load(total), q[row], k[key]), total)
             parts.append(code.sums([b.load(total) for total in sums]))
-        # whole vectors are stored: reading one that was stored in parts waits for the stores
+        # store whole vectors: a load of one that was stored in parts waits for the stores
         for row in range(rows):
             lanes = range(row * per_row, (row + 1) * per_row)
             own = code.join([code.pick(part, part, lanes) for part in parts])
@@ -80,12 +74,11 @@ def _load_bfloat16(code: Code, address: Any) -> Any:
 
 
 def _add_values(rows: int, load: Callable[[Code, Any], Any], size: int) -> Any:
-    """Make a function: out[rows, chunks * LANES] += weights[rows, LANES] times values[LANES, chunks * LANES].
+    """Make a function: out[rows, chunks * LANES] += weights[rows, LANES] @ values[LANES, chunks * LANES].
 
-    One key after the other. Weights are float32. `load` reads a vector of values of `size` bytes each. weight_stride,
-    value_stride: bytes from a row of weights, and of values, to the next.
+    Keys are added in order. Weights are float32. `load` reads a vector of values of `size` bytes. Strides are in bytes.
     """
-    parts = LINE // LANES  # vectors that are computed together
+    parts = LINE // LANES  # vectors at a time
 
     @vector_function(INT, INT, INT, INT, INT, INT)
     def add_values(
@@ -117,16 +110,15 @@ add_values, add_pair = (_add_values(rows, Code.load, 4) for rows in (TILE, PAIR)
 
 
 def _pairs(code: Code, first: Any, second: Any) -> list[Any]:
-    """Two vectors of 32 pairs in all: a number of `first` and one of `second`."""
+    """Interleave two vectors of 32 numbers: 32 pairs (number of `first`, number of `second`), in two vectors."""
     low = [lane // 2 + 2 * LANES * (lane % 2) for lane in range(2 * LANES)]
     return [code.pick(first, second, low), code.pick(first, second, [lane + LANES for lane in low])]
 
 
 def _add_pairs(rows: int) -> Any:
-    """Make a function: out[rows, chunks * LANES] += weights[rows, LANES] times values[LANES, chunks * LANES].
+    """Make a function: out[rows, chunks * LANES] += weights[rows, LANES] @ values[LANES, chunks * LANES].
 
-    One pair of keys after the other. Weights and values are bfloat16. `chunks` is even. weight_stride, value_stride:
-    bytes from a row of weights, and of values, to the next.
+    Pairs of keys are added in order. Weights and values are bfloat16. `chunks` is even. Strides are in bytes.
     """
 
     @vector_function(INT, INT, INT, INT, INT, INT)
@@ -174,9 +166,9 @@ def _store_bfloat16(code: Code, value: Any, place: Any) -> None:
 def _add_scores(store: Callable[[Code, Any, Any], None]) -> Any:
     """Make a function: one step of online softmax (arXiv:1805.02867) for a query and 64 keys.
 
-    The scores of keys low to high - 1, times scale, become weights exp(score - maximum), and the others 0. `store`
-    writes a vector of weights to the place of their scores. top: the maximum so far, float32. total: a vector of sums
-    of the weights. They and out[chunks * LANES] are scaled if the maximum grows.
+    The scores of keys low to high - 1, times scale, become weights exp(score - maximum). Other scores become 0. `store`
+    writes a vector of weights over its scores. top: the maximum so far, float32. total: a vector of sums of weights. If
+    the maximum grows, total and out[chunks * LANES] are scaled down.
     """
 
     @vector_function(INT, INT, INT, INT, INT, FLOAT32, INT, INT)
@@ -217,9 +209,9 @@ add_scores_bfloat16 = _add_scores(_store_bfloat16) if HAS_BFLOAT16 else add_scor
 
 @vector_function(INT, FLOAT32, FLOAT32, FLOAT32, FLOAT32)
 def bend_scores(code: Code, scores: Any, scale: Any, cap: Any, slope: Any, distance: Any) -> None:
-    """Scores of LANES keys, times scale, with soft cap and ALiBi, in place.
+    """Apply scale, soft cap and ALiBi to the scores of LANES keys, in place.
 
-    cap: 0 for none. slope, distance: of the first key; slope times distance is subtracted.
+    cap: 0 for none. distance: from the first key to the query; slope * distance is subtracted.
     """
     b, ones = code.builder, code.floats(1.0)
     value = b.fmul(code.load(scores), code.splat(scale))
@@ -238,7 +230,7 @@ def bend_scores(code: Code, scores: Any, scale: Any, cap: Any, slope: Any, dista
 
 @vector_function(INT)
 def sum_lanes(code: Code, total: Any) -> None:
-    """The sum of LANES numbers, in the first of them."""
+    """Replace each of LANES numbers by their sum."""
     value = code.load(total)
     code.store(code.sums([value] * LANES), total)
 

@@ -1,13 +1,13 @@
 """paged_attention for Hopper in Pallas, lowered through Mosaic GPU.
 
 1. `mosaic_gpu_prefill.py`: rows of several tokens.
-2. `mosaic_gpu_decode.py`: rows of one token. Experimental: the decode through Triton is ahead of it.
+2. `mosaic_gpu_decode.py`: rows of one token. Experimental: its speed was not measured, so Triton's decode is preferred.
 
-`paged_attention` runs both: it needs no Triton. `with_triton_decode` runs 1 and the decode through Triton.
+`paged_attention` runs both, and needs no Triton. `with_triton_decode` runs 1 and Triton's decode.
 
-Without an NVIDIA card they run only inside `jax.experimental.pallas.mosaic_gpu.force_gpu_interpret_mode()` (JAX 0.11 or
-newer). The Triton kernels choose interpret mode themselves, these do not. Their interpreter consists of ordered
-callbacks, and a program that has one in a branch pays for their ordering in every step.
+Without an NVIDIA GPU they run only inside `jax.experimental.pallas.mosaic_gpu.force_gpu_interpret_mode()` (JAX 0.11 or
+newer). Triton kernels choose interpret mode themselves; these do not. Their interpreter consists of ordered callbacks,
+and a program with one in a branch pays for the ordering in every step.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def with_triton_decode(
     tiling: Tiling | None = None,
     **options: Any,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """The same call, with rows of one token through Triton."""
+    """As `paged_attention`, but Triton computes the rows of one token."""
     call = (q, pages, block_tables, context_lens, query_start_loc)
     prefilled = None
     if max_query_len > 1:

@@ -6,10 +6,9 @@
    logarithm of its sum.
 2. `_merge`, in XLA operations, combines a row's splits and adds the sinks.
 
-A product takes 64 query rows, and q_per_kv is smaller. The other rows compute garbage, which stays in those rows. With
-64 rows, each byte of keys or values costs 64 operations. An H200 does 200 in the time of fetching it (data sheet). The
-weights go through shared memory although a product could read them from registers: the interpreter, which the tests
-use, cannot.
+A matmul takes 64 query rows, and q_per_kv is smaller. The other rows compute garbage, which stays in those rows. With
+64 rows, each byte of keys or values costs 64 operations. An H200 does 200 while it fetches a byte (data sheet). The
+weights go through shared memory, because the interpreter of the tests cannot multiply from registers.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from pallas_kernels.platforms import nvidia_capability
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
-PRODUCT_ROWS = 64  # query rows of a product
+PRODUCT_ROWS = 64  # query rows of a matmul
 TILE_KEYS = 64  # keys of a tile
 STAGES = 2  # tiles in shared memory: 90 KiB in all with head_dim 128, so two blocks fit on a multiprocessor
 
@@ -48,9 +47,9 @@ def decode(
     alibi_slopes: Float[Array, " q_heads"] | None,
     tiling: Tiling | None = None,
 ) -> Float[Array, "rows q_heads head_dim"]:
-    """float32 output of each row of one token. Outputs of other rows are undefined.
+    """float32 output of rows of one token. Outputs of other rows are undefined.
 
-    tiling: only its splits are used; None: chosen by device and shape.
+    tiling: only its split sizes are used; None: chosen by device and shape.
     """
     if alibi_slopes is not None and jax.__version_info__ < (0, 11):
         raise ValueError("alibi_slopes: the decode through Mosaic GPU needs JAX 0.11 for them, 'triton' does not")
@@ -86,7 +85,7 @@ def decode(
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The static facts of a call."""
+    """Static parameters of a call."""
 
     scale: float
     lanes: int       # query heads of a KV head, padded to a multiple of 8
@@ -105,13 +104,13 @@ def refuse(device: Any, q: Any, pages: KVPages) -> str | None:
     if device.platform != "cpu" and (nvidia_capability(device) or (0, 0))[0] != 9:
         return f"it is for NVIDIA's Hopper (compute capability 9), not for {device.device_kind}"
     if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16) or pages.v_dim is not None:
-        return f"q {q.dtype}, pages {pages.dtype}: both bfloat16, or both float16"
+        return f"q {q.dtype}, pages {pages.dtype}: must both be bfloat16, or both float16"
     if pages.head_dim not in (64, 128):
-        return f"head_dim={pages.head_dim}: 64 or 128"
+        return f"head_dim={pages.head_dim}: must be 64 or 128"
     if pages.block_size % 8 or (TILE_KEYS % pages.block_size and pages.block_size % TILE_KEYS):
-        return f"block_size={pages.block_size}: 8, 16, 32, or a multiple of {TILE_KEYS}"
+        return f"block_size={pages.block_size}: must be 8, 16, 32, or a multiple of {TILE_KEYS}"
     if q_per_kv > PRODUCT_ROWS:
-        return f"{q_per_kv} query heads a KV head: at most {PRODUCT_ROWS}"
+        return f"{q_per_kv} query heads per KV head: must be at most {PRODUCT_ROWS}"
     return None
 
 

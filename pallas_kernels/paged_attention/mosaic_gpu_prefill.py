@@ -1,7 +1,7 @@
 """Prefill of paged_attention for Hopper in Pallas, lowered through Mosaic GPU (Shah et al. 2024).
 
 It computes rows of several tokens. A block has three warp groups. The third copies keys and values, the first two
-attend. They take turns: while one computes a softmax, the products of the other use the matrix units.
+attend. They take turns: while one computes a softmax, the matmuls of the other use the tensor cores.
 
     warp group 0   QK │ softmax │ PV QK │ softmax │ PV …
     warp group 1      │ QK      │ softmax │ PV QK │ softmax …         a barrier at every │
@@ -9,11 +9,11 @@ attend. They take turns: while one computes a softmax, the products of the other
 
 A *unit* is the work of one warp group: 64 query rows, which are 1, 2, 4 or 8 query heads of a KV head times 64, 32, 16
 or 8 tokens. A block has two units with successive tokens. A row's last unit begins earlier instead of being partly
-empty. Its first tokens are then computed twice, with equal bits.
+empty. Its first tokens are then computed twice, with the same bits.
 
 Pages are copied by the tensor memory accelerator, one box for the keys of each KV block. A thread issues it with one
-instruction, for 4 KiB of heads of 128. `cp.async` takes one instruction and one address for every 16 bytes: 256 times
-as many, and registers for them. The box is also written in the swizzled order that the products read.
+instruction, for 4 KiB of heads of 128. `cp.async` takes an instruction and an address register for every 16 bytes, 256
+times as many. The box is also written in the swizzled order that the matmuls read.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ from pallas_kernels.platforms import is_interpreted, nvidia_capability
 Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
 LOG2E = math.log2(math.e)
-UNIT_ROWS = 64  # query rows of a warp group, as a product takes them
+UNIT_ROWS = 64  # query rows of a warp group, and of a matmul
 SHARED_BYTES = 224 * 1024  # of the 227 KiB that a block may have
-REGISTERS, COPY_REGISTERS = 232, 40  # of a thread that attends, and of one that copies: 2 * 224 + 56 times 128 fit
+REGISTERS, COPY_REGISTERS = 232, 40  # per thread that attends, and that copies: (2 * 232 + 40) * 128 fit
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The static facts of a call."""
+    """Static parameters of a call."""
 
     scale: float
     q_per_kv: int
@@ -68,7 +68,6 @@ class _Problem:
 
     @property
     def keys(self) -> int:
-        """Keys of a tile. With heads of 256, the output takes 128 registers and the scores 32."""
         return tile_keys(self.head_dim)
 
     @property
@@ -91,7 +90,7 @@ class _Problem:
 
 
 def tile_keys(head_dim: int) -> int:
-    """Keys of a tile."""
+    """Keys of a tile. With heads of 256, the output takes 128 registers and the scores 32."""
     return 128 if head_dim <= 128 else 64
 
 
@@ -148,12 +147,12 @@ def refuse(device: Any, q: Any, pages: KVPages) -> str | None:
     if device.platform != "cpu" and (nvidia_capability(device) or (0, 0))[0] != 9:
         return f"it is for NVIDIA's Hopper (compute capability 9), not for {device.device_kind}"
     if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16) or pages.v_dim is not None:
-        return f"q {q.dtype}, pages {pages.dtype}: both bfloat16, or both float16"
+        return f"q {q.dtype}, pages {pages.dtype}: must both be bfloat16, or both float16"
     if pages.head_dim not in (64, 128, 256):
-        return f"head_dim={pages.head_dim}: 64, 128 or 256"
+        return f"head_dim={pages.head_dim}: must be 64, 128 or 256"
     keys = tile_keys(pages.head_dim)
     if pages.block_size % 8 or (keys % pages.block_size and pages.block_size % keys):
-        return f"block_size={pages.block_size}: 8, 16, 32, 64, or a multiple of {keys}"
+        return f"block_size={pages.block_size}: must be 8, 16, 32, 64, or a multiple of {keys}"
     return None
 
 
@@ -196,7 +195,7 @@ def prefill(
     tile_row = jnp.where(skipped, -1, tile_row).astype(jnp.int32)
 
     def of_rows(a_head: Array | None) -> Array:
-        """[head_blocks, 64]: the number of each query row's head."""
+        """[head_blocks, 64]: for each query row of a unit, the value of its head in `a_head`."""
         given = jnp.zeros(q_heads, jnp.float32) if a_head is None else a_head.astype(jnp.float32)
         return jnp.repeat(given.reshape(-1, problem.heads), problem.tokens, axis=1)
 
@@ -210,7 +209,7 @@ def prefill(
     out = plgpu.kernel(
         functools.partial(_kernel, problem=problem),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        # heads come first, so that blocks of one tile, of equal length, run at the same time
+        # heads vary fastest, so that blocks of one tile, of equal length, run at the same time
         grid=(tile_row.shape[0], q_heads // problem.heads),
         grid_names=("tile", "heads"),
         num_threads=3,
@@ -247,7 +246,7 @@ def _kernel(*refs: Ref, problem: _Problem) -> None:
     shared = _Shared(queries, boxes, outputs, keys, values, weights, *barriers)
     warp_group = lax.axis_index("warp_group")
 
-    # Each warp group reads its tile itself: values from before the change of its number of registers are spilled.
+    # Each warp group reads its tile here: values from before `set_max_registers` are spilled.
     def work(*, attends: bool) -> None:
         tile = given.tile_row.shape[0] - 1 - lax.axis_index("tile")  # a row's last tiles see most keys: they go first
         row = given.tile_row[tile]
@@ -292,12 +291,12 @@ def _span(problem: _Problem, given: _Given, row: Array, tile_first: Array) -> _S
 
 
 def _copy_pages(problem: _Problem, given: _Given, shared: _Shared, span: _Span) -> None:
-    """Copy the tiles of keys and values, each as soon as both units have used the tile before it in its slot."""
+    """Copy the tiles of keys and values. A copy waits until both units have used the tile before it in its slot."""
     head = lax.div(lax.axis_index("heads") * problem.heads, problem.q_per_kv)
     first_block, last_block = (lax.div(position, problem.block_size) for position in (span.begin, span.end - 1))
 
     def pages_of(tile: Array) -> tuple[Array, ...]:
-        """The page of each piece. A piece without keys that some query sees reads another page: it is masked."""
+        """The page of each piece. A piece that no query sees reads another page, and is masked."""
         blocks = (
             lax.div(tile * problem.keys + i, problem.block_size) for i in range(0, problem.keys, problem.piece)
         )
@@ -333,18 +332,18 @@ def _copy_pages(problem: _Problem, given: _Given, shared: _Shared, span: _Span) 
                 begin = jnp.maximum(span.last_tile - problem.stages, span.first_tile)
                 lax.fori_loop(begin, span.last_tile, drain, None)
 
-    plgpu.warp_map(work)  # one warp: four would take turns of the schedulers from the products
+    plgpu.warp_map(work)  # one warp: four would take issue slots from the matmuls
 
 
 def _attend(
     problem: _Problem, given: _Given, shared: _Shared, out_ref: Ref, span: _Span, warp_group: Array
 ) -> None:
-    """One unit."""
+    """Compute one unit."""
     head_block = lax.axis_index("heads")
     tokens = problem.tokens
     # a row's last unit ends with the row
     first = jnp.minimum(span.tile_first + warp_group * tokens, jnp.maximum(span.count - tokens, 0))
-    # near the end of q a unit of a short row begins before the row, as it must not end after q
+    # a unit must not end after q, so at its end the unit of a short row begins before the row
     index = jnp.minimum(span.token + first, given.q.shape[0] - tokens)
     queries = shared.queries.at[warp_group]
     for box, part in _boxes(problem, shared, given.q, index, warp_group):
@@ -368,7 +367,7 @@ def _attend(
 
         def multiply(sums: Ref) -> Array:
             plgpu.wgmma(sums, queries, shared.keys.at[slot].transpose((1, 0)))
-            take_turn()  # the other unit's products wait until these are issued
+            take_turn()  # the other unit's matmuls wait until these are issued
             return sums[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((UNIT_ROWS, problem.keys), jnp.float32))
@@ -432,7 +431,7 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)  # layout of one number per query row
 def _changed(problem: _Problem, scores: Array) -> Array:
     """Scores in units of `problem.unit`: scaled, and with the soft cap."""
     if problem.softcap is not None:
-        # tanh by the exact identity: the card's approximation of tanh has 11 bits
+        # tanh by the exact identity: the GPU's approximation of tanh has 11 bits
         power = jnp.exp2(scores * (2 * LOG2E * problem.scale / problem.softcap))
         return problem.softcap * LOG2E * (1.0 - 2.0 / (1.0 + power))
     factor = problem.scale * LOG2E / problem.unit
@@ -454,8 +453,7 @@ def _add_product(
 ) -> Array:
     """out + weights @ values. The weights stay in registers.
 
-    The interpreter knows no products with registers, and no sums that begin with a value: for it, the weights go
-    through shared memory.
+    The interpreter has no matmuls from registers, and no initial sums. For it, weights go through shared memory.
     """
     values = shared.values.at[slot]
     if not problem.interpreted:
@@ -510,9 +508,9 @@ def _boxes(
 ) -> Iterator[tuple[Ref, Ref]]:
     """The pieces of a unit in shared memory, each with its 8 tokens and 64 columns of `array`: q or the output.
 
-    A copy to or from *tiled* shared memory tiles the whole array, too: token i is token i % 8 of tile i // 8. A box
-    that begins inside a tile ends with the tile, and units begin at any token. A box of one piece needs no tiles. The
-    interpreter knows neither tiles nor memory with two views.
+    A copy to or from *tiled* shared memory tiles the whole array too: token i is token i % 8 of tile i // 8. A box that
+    begins inside a tile ends with the tile, but units begin at any token. A box of one piece needs no tiles. The
+    interpreter supports neither tiles nor two views of memory.
     """
     head = lax.axis_index("heads") * problem.heads
     for row in range(0, UNIT_ROWS, 8):

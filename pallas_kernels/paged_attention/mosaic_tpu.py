@@ -4,10 +4,10 @@
    per tile with `max_query_len=1`.
 2. `_kernel`, grid (blocks of KV heads, tiles): a program attends with one tile and `_Problem.heads` KV heads. It loops
    over the row's keys with the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022), KEYS_PER_STEP at a time,
-   counted from position 0 of the sequence. DMAs bring pages into fast memory one step ahead. The last step of a tile
-   fetches the first pages of the next tile. A tile of several tokens is read from q where it lies, and its axes are
-   swapped in fast memory.
-3. The results of the tiles are brought into token order.
+   counted from position 0 of the sequence. DMAs bring pages into VMEM one step ahead. The last step of a tile
+   fetches the first pages of the next tile. A tile of several tokens is read directly from q, and its axes are swapped
+   in VMEM.
+3. The results of the tiles are put in token order.
 
 Programs run one after the other, so a program may wait for a DMA that an earlier program started. A row's result does
 not depend on other rows: its steps begin at position 0, or at the start of its window.
@@ -41,7 +41,7 @@ MASKED = -1e30  # finite: -inf - -inf would be NaN
 LANES = 128  # width of a register, to which all arrays are padded
 KEYS_PER_STEP = 256  # 1 MiB of bf16 keys and values for 8 heads of 128: 1.3 us at the 819 GB/s of a v5e
 TILE_ROWS = 128  # query rows of a prompt's tile: the rows of a v5e's matrix unit
-# Fast memory (VMEM) that a program may use. A kernel has 16 MiB by default; the rest is left to the compiler.
+# VMEM that a program may use. A kernel has 16 MiB by default; the compiler uses the rest.
 VMEM_BYTES = 10 << 20
 # Scalar memory (SMEM) for the block tables of two tiles, each twice, and four numbers per tile. A v5e has 1 MiB.
 SMEM_BYTES = 768 << 10
@@ -198,7 +198,7 @@ def _tile(q_per_kv: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The static facts of a call."""
+    """Static parameters of a call."""
 
     scale: float
     q_per_kv: int
@@ -220,10 +220,10 @@ class _Problem:
 
 
 def _in_hbm(x: Array, interpret: Any) -> Array:
-    """x, which XLA must leave in the device's memory.
+    """x, which XLA must leave in HBM.
 
-    Without this, XLA copies all of an array that fits into fast memory there before every call: 32 MiB of int8 pages'
-    scales for 8,192 blocks of 64 tokens and 8 KV heads.
+    Without this, XLA copies an array that fits into VMEM there before every call: 32 MiB of int8 pages' scales for
+    8,192 blocks of 64 tokens and 8 KV heads.
     """
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
@@ -232,7 +232,7 @@ def _heads(kv_heads: int, rows: int, head_dim: int, pages: KVPages, dtype: Any) 
     """KV heads per program: the largest divisor of kv_heads that fits. One head of 256 float32 numbers takes 3 MiB."""
     keys, wide = max(KEYS_PER_STEP, pages.block_size), round_up(head_dim, LANES)
     buffers = 2 * 2 * keys * wide * pages.dtype.itemsize
-    if pages.dtype.itemsize == 1:  # keys and values in the queries' type
+    if pages.dtype.itemsize == 1:  # keys and values in the queries' dtype
         buffers += 2 * keys * wide * dtype.itemsize
     queries_and_results = rows * wide * (5 * dtype.itemsize + 2 * 4)  # two of each in flight; axes swapped in float32
     state = rows * (wide + 4 * LANES) * 4  # output, maximum, sum, sink and slope
@@ -388,7 +388,7 @@ def _attend(
     problem: _Problem, step: Array, begin: Array, keys: tuple[Array, Array], q_ref: Ref, pages_ref: Ref,
     scales: tuple[Array, Array | None] | None, head_refs: tuple[Ref, ...], sum_ref: Ref, top_ref: Ref, total_ref: Ref,
 ) -> None:  # fmt: skip
-    """Online softmax over the keys of one step. Updates the output sum, the maximum and the total of the weights.
+    """Online softmax over the keys of one step. Updates the output, the maximum and the sum of the weights.
 
     scales: float32 factors of the keys and of the values, broadcast to [heads, rows, keys]; None: 1.
     """
@@ -397,8 +397,8 @@ def _attend(
     head_dim = q_ref.shape[-1]
     position = step * size
 
-    # Pages that were not fetched, and slots after the row's end, may hold NaN, and 0 * NaN is NaN. Of int8 pages only
-    # the scales may.
+    # Pages that were not fetched, and slots after the row's end, may hold NaN, and 0 * NaN is NaN. In int8 pages, only
+    # scales can be NaN.
     if pages_ref.dtype != INT8:
 
         @pl.when((position < low) | (position + size > end))
@@ -428,7 +428,7 @@ def _attend(
     if problem.window is not None:
         seen &= distance < problem.window
     # In steps before its window, a query sees no key and all its weights are 1. `shrink` is 0 in the first step with a
-    # key that it sees, so those weights vanish. Every query sees its own key.
+    # key that it sees, which removes them. Every query sees its own key.
     scores = jnp.where(seen[None], scores, MASKED)
     top = top_ref[...]
     new_top = jnp.maximum(top, scores.max(axis=2, keepdims=True))
@@ -443,6 +443,6 @@ def _attend(
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:
-    """A batched product with float32 sums. float32 operands give true float32 products, not bfloat16."""
+    """A batched matmul with float32 sums. float32 operands have full float32 precision, not bfloat16."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(pattern, a, b, precision=exact, preferred_element_type=jnp.float32)

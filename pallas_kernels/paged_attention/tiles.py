@@ -9,8 +9,7 @@ def prompt_tiles(
 ) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"]]:
     """Row and first token of each tile, counted within the row. Unused tiles have row -1.
 
-    The number of tiles is enough for any distribution of `tokens` tokens over the rows: each row has at most one tile
-    that is not full.
+    There are enough tiles for any distribution of `tokens` tokens over the rows: each row has at most one partial tile.
     """
     counts = query_start_loc[1:] - query_start_loc[:-1]
     rows = counts.shape[0]
@@ -26,10 +25,7 @@ def prompt_tiles(
 def queries_of_tiles(
     q: Float[Array, "tokens q_heads head_dim"], token: Int[Array, "tiles tile"], kv_heads: int, padded: int
 ) -> Float[Array, "tiles kv_heads padded head_dim"]:
-    """The queries of each tile: per KV head its query heads, token by token, then padding.
-
-    token: index into q. Indices out of range are padding and select any query.
-    """
+    """Queries of each tile, per KV head token by token, then padding. token: index into q; out of range: padding."""
     (tiles, tile), (_, q_heads, head_dim) = token.shape, q.shape
     lines = tile * q_heads // kv_heads
     queries = jnp.take(q, token, axis=0, mode="clip").reshape(tiles, tile, kv_heads, -1, head_dim)

@@ -1,6 +1,6 @@
 """Tile sizes of the NVIDIA kernels: measured ones from tuning.json, else a rule.
 
-`benchmarks/tune_kernels.py` measures on a card and writes the file. Entries are found by the card's name and by `key`.
+`benchmarks/tune_kernels.py` measures on a GPU and writes the file. Entries are found by the GPU's name and by `key`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ FILE = pathlib.Path(__file__).with_name("tuning.json")
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes that change the time, not the result. Only the sizes of splits change the order of the sums.
+    """Sizes that change the speed, not the result. Only the sizes of splits change the order of sums.
 
     Decodes: a row is cut into splits (flash decoding). A task is one split and one KV head.
     """
@@ -25,8 +25,8 @@ class Tiling:
     decode_keys: int           # keys per iteration of a decode program
     prefill_rows: int          # query rows of a prefill tile: tokens times q_per_kv
     prefill_keys: int          # keys per iteration of a prefill program
-    min_split_keys: int = 512  # keys of a split, until a row has the most splits
-    row_tasks: int = 256       # tasks of a long row: `max_splits` follows from it
+    min_split_keys: int = 512  # keys of a split; doubled while a row has too many splits
+    row_tasks: int = 256       # tasks of a long row, from which `max_splits` follows
     decode_programs: int = 3   # decode programs per multiprocessor
     decode_warps: int = 4
     decode_stages: int = 5
@@ -35,7 +35,7 @@ class Tiling:
     prefill_kernel: str = "triton"  # or "mosaic_gpu", which has its own sizes; see `usable_implementations`
 
     def max_splits(self, kv_heads: int) -> int:
-        """Largest number of splits of a row. They fill a card with one row, and are few enough to merge fast."""
+        """Largest number of splits of a row. They fill a GPU with one row, and are few enough to merge fast."""
         return min(max(self.row_tasks // kv_heads, 8), 128)
 
     def longer_splits(self, table_keys: int, kv_heads: int) -> list[int]:
@@ -54,15 +54,15 @@ class Tiling:
 
     @classmethod
     def by_rule(cls, head_dim: int, itemsize: int, *, small_blocks: bool = False) -> "Tiling":
-        """The rule for shapes that were not tuned. itemsize: bytes of a number in the products.
+        """The rule for shapes that were not tuned. itemsize: bytes of a number in the matmuls.
 
         small_blocks: of `platforms.has_small_blocks`. A prefill then has no second tile in flight.
 
         A split's result (float32) is under 2% of the 512 keys and values that it read. One row of 4,096 keys and 8 KV
-        heads has 64 tasks. Decodes: two tiles of 32 KiB are in flight while a third is used, and three programs fit
-        into the shared memory of a multiprocessor (228 KiB on Hopper). Five stages mean that: two are for the page
-        indices, which arrive one tile before the pages. Products of float32 run without the matrix units: tiles are so
-        small that no register is spilled.
+        heads has 64 tasks. In a decode, two tiles of 32 KiB are in flight while a third is used. That takes five
+        stages: two are for the page indices, which arrive one tile before the pages. Three programs fit into a
+        multiprocessor's shared memory (228 KiB on Hopper). float32 matmuls run without tensor cores: their tiles are
+        small enough to spill no registers.
         """
         if itemsize == 4:
             return cls(16, 32, 16, prefill_warps=8, prefill_stages=2)
@@ -73,7 +73,7 @@ class Tiling:
 
     @classmethod
     def small(cls) -> "Tiling":
-        """Sizes that ask little of a device: the smallest products, one split for each row, no copies in flight."""
+        """Sizes that need the least of a device: the smallest matmuls, one split for each row, no copies in flight."""
         return cls(16, 16, 16, min_split_keys=2**30, decode_stages=1, prefill_stages=1)
 
     @classmethod
@@ -90,7 +90,7 @@ class Tiling:
 
 
 def key(q: Any, pages: KVPages) -> str:
-    """Key of a measurement: everything about a call that the best tile sizes depend on."""
+    """Key of a measurement: all that the best tile sizes depend on."""
     q_per_kv = q.shape[1] // pages.num_kv_heads
     return f"q {q.dtype}, pages {pages.dtype}, head_dim {pages.head_dim}, q_per_kv {q_per_kv}, block {pages.block_size}"
 

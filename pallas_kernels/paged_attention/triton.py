@@ -4,10 +4,10 @@
    parts of long rows.
 2. `triton_prefill.py`: rows of several tokens. It runs before the decode kernels, which complete its output in place.
 
-A call with `max_query_len=1` runs 1. A mixed call runs 2, and 1 if there are rows of one token. Programs of rows that
-belong to another kernel return at once.
+A call with `max_query_len=1` runs only 1. Other calls run 2, and then 1 if there are rows of one token. Programs of
+rows that belong to another kernel return at once.
 
-The kernels take whole arrays and compute addresses, because this lowering has no scalar prefetch and no scratch memory.
+The kernels take whole arrays and compute addresses: Triton's lowering has no scalar prefetch and no scratch memory.
 Widths that are not powers of two are padded with masks. Masked stores point past the end of the array, because
 interpret mode would write clamped duplicates over valid rows.
 """

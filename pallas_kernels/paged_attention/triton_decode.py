@@ -1,9 +1,10 @@
 """Decode kernels of triton.py: rows of one token, flash decoding (Dao et al. 2023) with a fixed number of programs.
 
-A row is cut into splits at fixed positions, which depend on the row's length only. So a row's bits do not depend on its
-company. A task is one split and one KV head. The kernel's programs are as many as the card runs at once, and each takes
-every n-th task: a wide block table or a short row costs nothing. A row with one split is finished by its task. The
-tasks of other rows write their outputs and logarithms of sums, and a second kernel of the same form merges them.
+A row is cut into splits at fixed positions, which depend on the row's length only. So a row's bits do not depend on
+other rows. A task is one split and one KV head. There are as many programs as the GPU runs at once, and each of n
+programs takes every n-th task. So a wide block table or a short row costs nothing. If a row has one split, its task
+finishes the row. Tasks of other rows write their outputs and logarithms of sums, and a second kernel, with the same
+kind of grid, merges them.
 """
 
 import functools
@@ -30,22 +31,22 @@ from pallas_kernels.paged_attention.triton_keys import (
 )
 from pallas_kernels.platforms import num_multiprocessors
 
-INTERPRETED_PROGRAMS = 3  # in interpret mode: more than one, so that tests see how programs share the tasks
+INTERPRETED_PROGRAMS = 3  # in interpret mode: several, so that tests cover sharing of the tasks
 MERGE_PROGRAMS = 16  # per multiprocessor, of one warp each
 
 
 def decode(problem: Problem, given: Given, out: Array | None) -> Array:
-    """The output of rows of one token. out: the result of `prefill`, completed in place; None: only decodes."""
+    """The output of rows of one token. out: the result of `prefill`, completed in place; None: all rows are decodes."""
     ends = jnp.cumsum(splits_of_rows(problem, given.lens, given.starts))
     if out is None:
         return _launch(problem, given, ends, None)
-    # Inside a CUDA graph the card skips the kernels. The pages are only read, so the branch does not copy them. XLA
+    # Inside a CUDA graph the GPU skips the kernels. The pages are only read, so the branch does not copy them. XLA
     # would compute `ends` in the branch of every layer if the condition did not read it.
     return lax.cond(ends[-1] > 0, lambda: _launch(problem, given, ends, out), lambda: out)
 
 
 def _launch(problem: Problem, given: Given, ends: Int[Array, " rows"], out: Array | None) -> Array:
-    """`decode` by its two kernels. ends: for each row, the number of splits of the rows up to it."""
+    """Launch both kernels of `decode`. ends: cumulative number of splits, up to and including each row."""
     num_rows, q_heads = given.lens.shape[0], given.q.shape[1]
     kv_heads, tiling = problem.kv_heads, problem.tiling
     splits = tiling.splits(problem.table_keys, problem.window, kv_heads)
@@ -88,7 +89,7 @@ def splits_of_rows(
 
 
 def _split_keys(problem: Problem, length: Array) -> Array:
-    """Keys of each split of a row. It doubles for rows that would have more than the most splits."""
+    """Keys of each split of a row. It doubles until the row has at most `max_splits`."""
     tiling = problem.tiling
     most, size = tiling.max_splits(problem.kv_heads), jnp.full(length.shape, tiling.min_split_keys, jnp.int32)
     for keys in tiling.longer_splits(problem.table_keys, problem.kv_heads):
@@ -105,7 +106,7 @@ def _decode_kernel(ends_ref: Ref, *refs: Ref, problem: Problem) -> None:
     """Every n-th task of the call."""
     given, rest = Given(*refs[: len(Given._fields)]), refs[len(Given._fields) :]
     num_rows, kv_heads = given.lens.shape[0], problem.kv_heads
-    outputs = rest[-3:] if len(rest) >= 3 else rest[-1:]  # before them: the output of prefill, which is `outputs[0]`
+    outputs = rest[-3:] if len(rest) >= 3 else rest[-1:]  # before them: the output of prefill, aliased to `outputs[0]`
     programs, program = pl.num_programs(0), pl.program_id(0)
     lane = jnp.arange(pl.next_power_of_2(num_rows))
 
@@ -126,14 +127,14 @@ def _decode_kernel(ends_ref: Ref, *refs: Ref, problem: Problem) -> None:
 def _attend_split(
     problem: Problem, given: Given, outputs: tuple[Ref, ...], row: Array, head: Array, part: Array
 ) -> None:
-    """One split of a row, numbered from the first one that its query sees, and one KV head."""
+    """Compute one split of a row, and one KV head. part: index of the split, from the first one that the query sees."""
     first, length = given.starts[row], given.lens[row]
     split_keys, first_key = _split_keys(problem, length), _first_key(problem, length)
     first_split = lax.div(first_key, split_keys)
     begin = jnp.maximum((first_split + part) * split_keys, first_key)
     end = jnp.minimum((first_split + part + 1) * split_keys, length)
 
-    lane = jnp.arange(max(16, pl.next_power_of_2(problem.q_per_kv)))  # query heads, at least the smallest product
+    lane = jnp.arange(max(16, pl.next_power_of_2(problem.q_per_kv)))  # query heads, padded to the smallest matmul
     query_head = head * problem.q_per_kv + jnp.minimum(lane, problem.q_per_kv - 1)
     column = jnp.arange(problem.width)[None, :]
     is_head = lane < problem.q_per_kv

@@ -1,7 +1,7 @@
 """One iteration of attention over a few keys: the part that the decode and the prefill kernels of triton.py share.
 
-Weights are powers of two, because the card computes exp2 in one instruction. `Problem.unit` turns a score into the
-exponent: in the plain case it is the scale times log2(e), and costs nothing, because it is part of a multiply-add.
+Weights are powers of two, because the GPU computes exp2 in one instruction. `Problem.unit` turns a score into the
+exponent. In the plain case it is scale * log2(e), and costs nothing, because it is part of a multiply-add.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ SMALLEST_UNIT = 1e-20  # times MASKED: an exponent of -1e10
 
 
 class Given(NamedTuple):
-    """The arrays of a call. Inside the kernels: the references to them."""
+    """The arrays of a call; inside the kernels, references to them."""
 
     tables: Any
     lens: Any
@@ -39,7 +39,7 @@ class Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static facts of a call."""
+    """Static parameters of a call."""
 
     scale: float
     kv_heads: int
@@ -57,21 +57,21 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """Factor from the scores of `attend_keys` to exponents of two. Positive, so that it keeps their order.
+        """Factor from scores to exponents of two. Positive, so that it keeps their order.
 
-        Times MASKED it must stay far below the smallest exponent. So a tiny scale goes into the scores.
+        MASKED * unit must stay far below the smallest exponent, so `attend_keys` applies a tiny scale to the scores.
         """
         plain = self.softcap is None and not self.has_slopes and self.scale > SMALLEST_UNIT
         return self.scale * LOG2E if plain else 1.0
 
     @property
     def width(self) -> int:
-        """head_dim, padded to a width that the products accept."""
+        """head_dim, padded to a width that the matmuls accept."""
         return max(16, pl.next_power_of_2(self.head_dim))
 
 
 def divide(x: Any, n: int) -> Any:
-    """x // n for x >= 0. A shift where n is a power of two: `//` costs a handful of instructions for the sign."""
+    """x // n for x >= 0. A shift if n is a power of two, because `//` takes a few more instructions for the sign."""
     if isinstance(x, int):
         return x // n
     return lax.shift_right_logical(x, jnp.int32(n.bit_length() - 1)) if n & (n - 1) == 0 else lax.div(x, jnp.int32(n))
@@ -91,7 +91,7 @@ def exp2(problem: Problem, x: Array, *, factor: float = 1.0, offset: Array | Non
     """2 ** (factor * x + offset), float32, with 0 for results below 2 ** -126.
 
     offset: broadcast to x; None: 0. XLA's own lowering takes six instructions more: it keeps results below 2 ** -126,
-    and does not fuse the product with the sum.
+    and does not fuse multiply and add.
     """
     if problem.interpret:
         return jnp.exp2(x * factor + (0.0 if offset is None else offset))
@@ -156,7 +156,7 @@ def attend_keys(
 ) -> Carry:
     """Online softmax (Milakov & Gimelshein 2018): `carry` after the row's keys at the given positions.
 
-    valid: keys that exist; None: all do, and every query sees every one of them, so nothing is masked.
+    valid: keys that exist; None: all do, and every query sees all of them, so nothing is masked.
     """
     out, top, total = carry
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None

@@ -1,7 +1,7 @@
 """Prefill kernel of triton.py: rows of several tokens, in tiles (Dao et al. 2022).
 
-A program attends with one tile of a row's tokens and all query heads of one KV head, in one product. Only the tiles of
-keys at the edges are masked: those that some query of the tile does not see, or that begin before a window.
+A program attends with one tile of a row's tokens and all query heads of one KV head, in one matmul. Only tiles of keys
+at the edges are masked: some query of the tile does not see them, or they begin before a window.
 """
 
 import functools
@@ -79,7 +79,7 @@ def _prefill_kernel(
 
         def next_keys(i: Array, carry: Carry, *, at_edge: bool) -> Carry:
             position = i * size + jnp.arange(size)
-            # blocks before the window may be freed already, and their entries in the block table may be anything
+            # blocks before the window may be freed, and have invalid entries in the block table
             valid = (position >= begin) & (position < end) if at_edge else None
             return attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
 

@@ -3,11 +3,11 @@
 1. The tokens are split into tiles of at most `tile` tokens, all of one row.
 2. TILE_GROUP tiles together loop over their keys, KEYS_PER_STEP at a time, counted from position 0 of each sequence.
    The loop keeps the maximum, sum and output of the online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
-3. The results of the tiles are brought into token order.
+3. The results of the tiles are put in token order.
 
 A tile has the same number of query rows (tokens times q_per_kv, padded) in every call, and keys are summed in the same
 blocks. So on CPU a query's result has the same bits alone or in any batch, in a chunk or as a decode (`tests/kernels`).
-Tiles with other numbers of rows gave other bits: 56 rows and more with head_dim 32.
+With head_dim 32, tiles of 56 rows and more gave other bits.
 """
 
 import jax.numpy as jnp
@@ -29,10 +29,10 @@ from pallas_kernels.paged_attention.tiles import (
 KEYS_PER_STEP = 128
 MASKED = -1e30  # finite: -inf - -inf would be NaN
 # Query rows of a tile. For decodes, 16 rows cost as much as 8: 2.2 ms a call of the case above; 32 rows cost 2.8 and
-# 64 cost 4.6. A prompt chunk then reads half as much. XLA's CPU products of fewer than 8 rows have other bits.
+# 64 cost 4.6. With 16, a prompt chunk reads half as much as with 8. XLA's CPU matmuls of under 8 rows have other bits.
 TILE_ROWS = 16
-# Tiles that loop over the keys together, if loops may depend on the device's data. For a prompt of 512 tokens, as
-# above, 8 took 6.8 ms and 16 took 5.0. 32 was no better, and has to wait for the longest of more rows.
+# Tiles that loop over the keys together, if loops end at the longest row. For a prompt of 512 tokens, as above, 8 took
+# 6.8 ms and 16 took 5.0. 32 was no better, and has to wait for the longest of more rows.
 TILE_GROUP = 16
 # Fewest tiles of a call, and fewest scores in one softmax. XLA's CPU reductions over fewer scores had other bits.
 MIN_TILES, MIN_SCORES = 8, 4096
@@ -55,8 +55,8 @@ def paged_attention(
 ) -> Float[Array, "tokens q_heads v_dim"]:
     """See `pallas_kernels.paged_attention`.
 
-    device_loops: loops end at the last key that is needed (CPU). Otherwise they run over the whole block table, because
-    on GPU XLA reads the condition of a loop of unknown length back to the host in every iteration.
+    device_loops: loops end at the last key that is needed (CPU). Otherwise they run over the whole block table: on GPU,
+    XLA copies the condition of a loop of unknown length to the host in every iteration.
     """
     tokens, q_heads, head_dim = q.shape
     v_dim = pages.v_dim or head_dim
@@ -65,7 +65,7 @@ def paged_attention(
     # tokens and rows of a tile; if q_per_kv is larger than TILE_ROWS, a tile has one token
     tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // q_per_kv)
     padded = max(TILE_ROWS, round_up(q_per_kv, 8))
-    # rows of a tile that take part in the softmax; the products need more padding
+    # rows of a tile in the softmax; the matmuls need more padding
     soft_rows = min(padded, max(tile * q_per_kv, -(-MIN_SCORES // (MIN_TILES * kv_heads * KEYS_PER_STEP))))
 
     # --- tiles: row and first token of each --------------------------------------------------------------------
@@ -173,6 +173,6 @@ def paged_attention(
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:
-    """A batched product with float32 sums. float32 operands give true float32 products on every platform."""
+    """A batched matmul with float32 sums. float32 operands have full float32 precision on every platform."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(pattern, a, b, precision=exact, preferred_element_type=jnp.float32)

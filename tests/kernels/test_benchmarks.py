@@ -24,7 +24,7 @@ def run(script, *arguments):
 @pytest.mark.soak  # 90 s of compiling
 def test_tuning_writes_what_the_kernels_read(tmp_path):
     printed = run("tune_kernels", "--file", tmp_path / "tuning.json", "--gated-file", tmp_path / "gated.json")
-    assert "prefill_kernel='mosaic_gpu'): head_dim=16: 64, 128 or 256" in printed  # a candidate, which refuses
+    assert "prefill_kernel='mosaic_gpu'): head_dim=16: must be 64, 128 or 256" in printed  # a candidate, which refuses
     (shapes,) = json.loads((tmp_path / "tuning.json").read_text()).values()
     ((key, entry),) = shapes.items()
     assert key == "q bfloat16, pages bfloat16, head_dim 16, q_per_kv 2, block 16"
