@@ -58,27 +58,27 @@ def quantized_dot(
 
     With `weight.activations` "int8", every row of x is rounded to 8 bits: code = round(127 * number / largest
     magnitude). Sums within a group of the weights are exact. The groups' sums, times their scales, are added in
-    float32, in order. So a row has the same bits with any number of other rows, and in "xla" and "cpu". "triton" adds
-    groups in another order, and has the same bits if an output has one group. So does "mosaic_tpu", which adds groups
-    in order.
+    float32, in order. So a row's bits do not depend on other rows, and "xla" and "cpu" give the same bits. "triton" and
+    "mosaic_tpu" give the same bits if an output has one group. With more groups, "triton" adds them in another order,
+    "mosaic_tpu" in order.
 
     With "fp8", every row of x is rounded to e4m3, with one scale for each group of the weights: the largest magnitude /
     448. The weights must be fp8. Products within a group are summed in float32, times both scales, and added in order.
-    A product of two numbers of e4m3 is exact. This is the product of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
+    A product of two e4m3 numbers is exact. This is the matmul of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
 
-    With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" and "mosaic_tpu" multiply
-    codes with x and the sums with the scales, and do not round the weights.
+    With "float", the weights are dequantised to x's dtype, and sums are float32. "triton" and "mosaic_tpu" multiply x
+    by codes, and then the sums by the scales. They do not round the weights.
 
-    The bits of a row of "triton" depend on the tiling, not on the other rows. A call has one of three tilings: for up
-    to 16 rows of x, for up to 64, or for more. "mosaic_gpu" has one tiling.
+    A row's bits from "triton" depend on the tiling, not on other rows. There are three tilings: for up to 16 rows of x,
+    up to 64, or more. "mosaic_gpu" has one tiling.
 
     weight:         [..., in]; all axes but the last are one axis of the result.
-    num_rows:       the first rows of x that are needed. The results of the others are undefined, but finite if x is.
+    num_rows:       leading rows of x that are needed. Results of other rows are undefined, but finite if x is.
     dtype:          of the result; None: x's dtype.
-    implementation: None: the best one for the platform that the call is lowered for. To lower for a missing card, trace
+    implementation: None: the best one for the platform that the call is lowered for. To lower for a missing GPU, trace
                     in a mesh that describes it. "xla" is XLA operations. "cpu" is a native kernel for CPU, for the
                     layout "tiles". "triton" is a kernel for NVIDIA, for the layout "rows". "mosaic_tpu" is a kernel for
-                    TPU, for the layout "lanes", and "rows" of int8 with one group an output. On CPU these two run in
+                    TPU, for the layout "lanes", and "rows" of int8 with one group per output. On CPU these two run in
                     interpret mode. "mosaic_gpu" is a kernel for Hopper, for activations "fp8". It is chosen for more
                     than 64 rows. "reference" is the specification.
 
@@ -101,7 +101,7 @@ def quantized_dot(
     kernels = {}
     if takes_native(cpu.refuse, x, weight, dtype):
         kernels["cpu"] = functools.partial(cpu.quantized_dot, dtype=dtype)
-    # tracing a kernel takes 0.1 s: only where the device is meant
+    # tracing a kernel takes 0.1 s: only for the device that is lowered for
     traced = traced_platform()
     many = weight.activations == "fp8" and x.shape[0] > SOME_ROWS
     hopper = IMPLEMENTATIONS["mosaic_gpu"]

@@ -1,6 +1,6 @@
 """quantized_dot for CPUs in numba. Imported only to compile.
 
-The first units of work round rows of x to 8 bits. Each of the others is a block of outputs, for all rows.
+The first units of work round rows of x to 8 bits. Every later unit is a block of 64 outputs, for all rows.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from pallas_kernels.quantized_dot.cpu import OPTION_BITS, OPTION_KIND, OPTION_OU
 
 LANES, BLOCK, ROWS, WIDE = vectors.LANES, integers.BLOCK, integers.ROWS, integers.WIDE
 OUTPUTS = BLOCK * WIDE  # of a tile
-TILES = 64 // OUTPUTS  # of outputs, in a unit
+TILES = 64 // OUTPUTS  # tiles of outputs in a unit
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 ALIGNMENT = 64
 
@@ -50,7 +50,7 @@ def quantise_rows(kind, x, first, end, inputs, groups, to, scales, sums, scratch
 
 @njit(**NATIVE)
 def quantise(job, unit, scratch):
-    """Compute one unit: up to 8 rows of x."""
+    """Compute one unit: up to ROWS rows of x as int8."""
     quantise_rows(
         load_int64(job + KIND), load_int64(job + X), unit * ROWS, min(unit * ROWS + ROWS, load_int64(job + ROW_COUNT)),
         load_int64(job + INPUTS), load_int64(job + GROUPS), load_int64(job + QUANTISED), load_int64(job + ROW_SCALES),
@@ -60,7 +60,7 @@ def quantise(job, unit, scratch):
 
 @njit(**NATIVE)
 def multiply_row(bits, to, x, inputs, sums, codes, scales, zeros, mins, groups, vectors_in_group):
-    """One row of x times one block of outputs."""
+    """Multiply one row of x by one block of outputs."""
     if bits == 8:
         integers.multiply_row_int8(to, x, inputs, x, sums, codes, 0, scales, zeros, mins, groups, vectors_in_group)
     else:
@@ -74,7 +74,7 @@ def multiply_tile(
     """Compute `count` outputs, at most a tile, for all rows.
 
     x, sums, row_scales: of the first row. codes, scales, zeros, mins: of the first block; zeros and mins may be 0.
-    out: address of the first result. outputs: results from row to row.
+    out: address of the first result. outputs: row stride of the results, in numbers.
     """
     block_bytes, vectors_in_group = BLOCK * inputs * bits // 8, inputs // groups // integers.INPUTS
     step = block_bytes if count > BLOCK else 0  # the last tile may be one block only

@@ -1,8 +1,8 @@
 """quantized_dot of fp8 and fp8 for Hopper in Pallas, lowered through Mosaic GPU: for many rows.
 
-Triton multiplies fp8 on Hopper as float16, at half the rate. Hopper's own products of fp8 are added with about 14 bits,
-so Triton does not use them for a float32 sum. Pallas has no option that allows it. Here each sum has 128 inputs. It is
-multiplied with the scales and added in float32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
+Triton multiplies fp8 on Hopper as float16, at half the rate. Hopper's own fp8 matmuls add with about 14 bits, so Triton
+does not use them for a float32 sum, and Pallas has no option that allows it. Here a sum of fp8 products has 128 inputs.
+It is multiplied by the scales and added in float32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
 
 A block computes 128 rows and 128 outputs. Two warp groups multiply 64 rows each. The third copies tiles of x, of the
 weights and of their scales to shared memory, as soon as a slot is free.
@@ -24,7 +24,7 @@ from pallas_kernels.quantized_dot.xla import quantise_rows_to_fp8
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 ROWS, OUTPUTS, INPUTS = 128, 128, 128  # of a tile
-UNIT_ROWS = 64  # rows of a warp group, as a product takes them
+UNIT_ROWS = 64  # rows of a warp group, and of a matmul
 STAGES = 4      # tiles in shared memory, of 33 KiB; 32 or 64 KiB are for the results
 REGISTERS, COPY_REGISTERS = 232, 40  # of a thread that multiplies, and of one that copies
 _ROWS, _OUTPUTS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # a number per row, and per output
@@ -66,7 +66,7 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
 def quantized_dot(
     x: Float[Array, "rows in"], weight: QuantizedWeight, num_rows: Int[Array, ""], *, dtype: Any
 ) -> Float[Array, "rows out"]:
-    """See `pallas_kernels.quantized_dot`. Rows after `num_rows` are zeros where a whole tile is not needed.
+    """See `pallas_kernels.quantized_dot`. Tiles of rows that begin at or after `num_rows` are zeros.
 
     On CPU it runs only inside `jax.experimental.pallas.mosaic_gpu.force_gpu_interpret_mode()`.
     """
@@ -79,7 +79,7 @@ def quantized_dot(
     out = plgpu.kernel(
         functools.partial(_kernel, inputs=weight.shape[-1], groups=weight.groups),
         out_type=jax.ShapeDtypeStruct((padded, outputs), dtype),
-        # the rows' tiles of the same outputs run at the same time
+        # rows vary fastest: their tiles for the same outputs run at the same time
         grid=(outputs // OUTPUTS, padded // ROWS),
         grid_names=("outputs", "rows"),
         num_threads=3,
@@ -104,7 +104,7 @@ def _kernel(
 ) -> None:
     given, here = (x, codes, row_scales, scales), _Shared(*shared)
     first, column = lax.axis_index("rows") * ROWS, lax.axis_index("outputs") * OUTPUTS
-    # tiles of rows that are not needed are zeros
+    # a tile without needed rows takes no step, and stays zero
     steps = jnp.where(first < num_rows[0], inputs // INPUTS, 0)
     warp_group = lax.axis_index("warp_group")
 
@@ -125,7 +125,7 @@ def _kernel(
 
 
 def _copy(given: tuple[Ref, ...], shared: _Shared, first: Array, column: Array, steps: Array, group_size: int) -> None:
-    """Copy the tiles, each as soon as both warp groups have used the tile before it in its slot."""
+    """Copy the tiles. A copy waits until both warp groups have used the tile before it in its slot."""
     x, codes, row_scales, scales = given
 
     def copy(step: Array, _: None) -> None:
@@ -160,8 +160,7 @@ def _multiply(shared: _Shared, unit: Array, steps: Array) -> Array:
 
         def multiply(sums: Ref) -> tuple[Array, Array, Array]:
             plgpu.wgmma(sums, shared.x.at[slot, unit], shared.codes.at[slot].transpose((1, 0)))
-            # while the products run
-            # JAX 0.10, which the type checker sees, has another signature
+            # loads run during the matmul; JAX 0.10, which the type checker sees, has another signature
             load = functools.partial(plgpu.load, optimized=False)
             ours = load(shared.row_scales.at[slot, unit], layout=_ROWS)  # ty: ignore[missing-argument]
             theirs = load(shared.scales.at[slot], layout=_OUTPUTS)  # ty: ignore[missing-argument]

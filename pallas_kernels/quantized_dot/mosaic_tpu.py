@@ -1,15 +1,15 @@
 """quantized_dot for TPU in Pallas, lowered through Mosaic, for int8 and int4 in the layout "lanes".
 
 Grid: (tiles of rows, tiles of outputs, blocks of inputs). Pallas fetches the next block of codes during the work on a
-block. The kernel makes numbers of 128 inputs or more at once, in registers, and multiplies them with the rows of x. So
-the memory is read once, in the bits of the codes, and no copy of a matrix is made.
+block. The kernel converts the codes of 128 inputs or more at once, in registers, and multiplies them by the rows of x.
+So memory is read once, as codes, and no copy of a matrix is made.
 
-A group's sum is multiplied by its scale after its product, where outputs are on the lanes, as scales are. Groups of
-fewer than 128 inputs share a product. It has the rows of x once for each group, with zeros in place of the other
-groups' inputs. Zero points and minima are one product of x's sums by group, after all others.
+A group's sum is multiplied by its scale after its matmul, where outputs are on the lanes, as scales are. Groups of
+fewer than 128 inputs share a matmul, which has the rows of x once for each group, with zeros for the inputs of other
+groups. Zero points and minima are applied last, in one matmul with the sums of x by group.
 
-int4: a bfloat16 with the exponent of 16 has the value 16 + code if its fraction starts with the code. Making two
-numbers of a word takes a shift, an "and" and an "or". The 16 counts as part of the zero point.
+int4: a bfloat16 with the exponent of 16 has the value 16 + code if its fraction starts with the code. A shift, an "and"
+and an "or" make two numbers of a word. The 16 counts as part of the zero point.
 """
 
 import dataclasses
@@ -32,46 +32,45 @@ Ref = Any  # an array inside a kernel
 BLOCK_BYTES = 1 << 20   # of codes. The first block of a call is fetched while nothing is computed: 1.3 us on a v5e
 SCALE_BYTES = 4 << 20   # of a tile of outputs
 MOST_ROWS = 256         # of x in a tile: at 197 TFLOP/s and 819 GB/s a v5e is busy from 240 rows of bfloat16 on
-MOST_STACKED = 1024     # rows of a product that several groups share
+MOST_STACKED = 1024     # rows of a matmul that several groups share
 MOST_INPUTS = 5632      # of a block
 OUTPUTS = (512, 256, 128)  # of a tile: 512 are computed 1.3 times as fast as 128 (docs/decisions.md)
-WIDE = 512              # inputs of an iteration, if the groups' size allows it
-MOST_IN_GROUP = 1024    # inputs of a group that is not all of them: one product
+WIDE = 512              # inputs of an iteration, if the group size allows it
+MOST_IN_GROUP = 1024    # inputs of a group, which is one matmul, unless it has all inputs
 LEAST_IN_GROUP = 16
-# The bits of two bfloat16 numbers of this value. The code is added 3 bits from their ends. With a BIAS of 128 it would
-# be added at the end, but errors of float32 sums were larger (docs/decisions.md).
+# MAGIC: the bits of two bfloat16 numbers of value BIAS. A code is inserted FROM_END bits from a number's end. With a
+# BIAS of 128 it would be at the end, but errors of float32 sums were larger (docs/decisions.md).
 MAGIC, BIAS = 0x4180_4180, 16
 NIBBLES, FROM_END = 0x0078_0078, 3
-WORD_INPUTS = 8         # in a word of the layout "lanes"
+WORD_INPUTS = 8         # inputs in a word of the layout "lanes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """Sizes of a program's tile.
 
-    Bytes in fast memory, with R rows, N outputs, K inputs of a block, G groups of all inputs, S groups in 128 inputs:
+    Bytes in VMEM, with R rows, N outputs, K inputs of a block, G groups of all inputs, S groups in 128 inputs:
 
         twice, because one is fetched while the other is used:
             x 2 * R * K, codes N * K * bits / 8, scales and minima 8 * N * G, the result 4 * R * N
         once:
-            sums 4 * R * N, scales in float32 4 * N * G, sums of x 4 * R * G, a product 4 * S * R * N
+            sums 4 * R * N, scales in float32 4 * N * G, sums of x 4 * R * G, a matmul's result 4 * S * R * N
 
-    The most by the rule is 12.8 MB, with 8,192 inputs of 4 bits in groups of 32. The compiler's limit for a v5e is
-    16.8 MB.
+    The rule uses at most 12.8 MB, with 8,192 inputs of 4 bits in groups of 32. A v5e's compiler allows 16.8 MB.
     """
 
     rows: int
     outputs: int
-    inputs: int  # of a block: divides the inputs, and is a multiple of a product's
+    inputs: int  # of a block; divides the call's inputs, and is a multiple of a matmul's
 
     @classmethod
     def by_rule(
         cls, rows: int, inputs: int, outputs: int, *, bits: int, group_size: int, divides: bool = False
     ) -> "Tiling":
-        """rows, inputs, outputs: of the call. The largest block of codes within BLOCK_BYTES.
+        """The tiling with the largest block of codes within BLOCK_BYTES. rows, inputs, outputs: of the call.
 
-        The number of inputs need not have a divisor of a good size: 11,008 inputs in groups of 128 have 256 and 5,504.
-        So tiles of fewer outputs are tried, too. divides: a tile must divide the outputs, which are a multiple of 128.
+        The inputs may lack a divisor of a good size: 11,008 inputs in groups of 128 have 256 and 5,504. So tiles of
+        fewer outputs are tried too. divides: a tile must divide the outputs, which are a multiple of 128.
         """
         groups = inputs // group_size
         unit = LANES if groups == 1 else max(group_size, LANES)
@@ -88,24 +87,24 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static facts of a call."""
+    """Static parameters of a call."""
 
     kind: str         # int8 or int4
     group_size: int
     groups: int
     symmetric: bool   # int4 without zeros and minima
-    integers: bool    # products of int8
+    integers: bool    # matmuls of int8
     tiling: Tiling
 
     @classmethod
     def of(cls, weight: QuantizedWeight, tiling: Tiling) -> "Problem":
-        """The facts of a product with these weights."""
+        """The parameters of a call with these weights."""
         integers = weight.activations == "int8"
         return cls(weight.kind, weight.group_size, weight.groups, _is_symmetric(weight), integers, tiling)
 
     @property
     def width(self) -> int:
-        """Inputs of a product."""
+        """Inputs of a matmul."""
         if self.groups > 1:
             return max(self.group_size, LANES)
         return next(width for width in (WIDE, WIDE // 2, LANES) if self.tiling.inputs % width == 0)
@@ -117,12 +116,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the tiles of a program are, by the scalars that are prefetched.
+    """Tile indices of a program, computed from the prefetched scalars.
 
-    rows:    (tile of the result's rows, scalars) -> tile of x. For one that is not needed it is the last needed one,
-             so that nothing is fetched.
+    rows:    (tile of the result's rows, scalars) -> tile of x. A tile that is not needed gives the last needed one, so
+             that nothing is fetched.
     outputs: (tile of the result's rows, tile of its outputs, scalars) -> tile of the weights' outputs.
-    needed:  (tile of the result's rows, scalars) -> whether it is computed.
+    needed:  (tile of the result's rows, scalars) -> True if the tile is computed.
     """
 
     rows: Callable[[Array, tuple[Ref, ...]], Array]
@@ -139,7 +138,7 @@ def quantized_dot(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> Float[Array, "rows out"]:
-    """See `pallas_kernels.quantized_dot`. Rows after `num_rows` are zeros where a whole tile is not needed.
+    """See `pallas_kernels.quantized_dot`. Tiles of rows that begin at or after `num_rows` are zeros.
 
     tiling: None: chosen by shape. interpret: run the kernel in XLA operations, on any platform.
     """
@@ -166,7 +165,7 @@ def quantized_dot(
 
 
 def arrays_of(weight: QuantizedWeight) -> dict[str, Array]:
-    """The arrays of weights that the kernel reads, without missing ones."""
+    """The arrays of weights that the kernel reads, by name. Absent arrays are left out."""
     if weight.layout == "lanes":
         given = {"scales": weight.scales, "zeros": weight.zeros, "mins": weight.mins}
     else:
@@ -322,7 +321,7 @@ def _apart(x: Array, size: int) -> Array:
 
 
 def _numbers(codes_ref: Ref, problem: Problem, index: Array) -> tuple[Array, int]:
-    """The codes of a product's inputs in x's dtype, and the axis of the inputs. Those of int4 are larger by BIAS."""
+    """The codes of a matmul's inputs in x's dtype, and the axis of the inputs. int4 codes are larger by BIAS."""
     width = problem.width
     if problem.kind == "int8":
         codes = codes_ref[:, pl.ds(pl.multiple_of(index * width, LANES), width)]
@@ -338,13 +337,13 @@ def _numbers(codes_ref: Ref, problem: Problem, index: Array) -> tuple[Array, int
 
 
 def _sum_x(problem: Problem, x_ref: Ref, x_sums_ref: Ref, block: Array) -> None:
-    """Add a block's inputs to the sums of x by group: products with ones where an input is of a group.
+    """Add a block's inputs to the sums of x by group, by a matmul with a matrix of ones for the inputs of a group.
 
-    XLA would make a copy of x in float32, or take 10% to 30% of a decode's product.
+    XLA would make a copy of x in float32, or take 10% to 30% of the time of a decode's matmul.
     """
     size, chunks = problem.group_size, problem.tiling.inputs // LANES
     group, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
-    group = lax.div(group, size)  # less that of the chunk's first input
+    group = lax.div(group, size)  # relative to the group of the chunk's first input
 
     def add(index: Array) -> None:
         first = lax.div((block * chunks + index) * LANES, size)
@@ -357,10 +356,10 @@ def _sum_x(problem: Problem, x_ref: Ref, x_sums_ref: Ref, block: Array) -> None:
 
 
 def _offset(problem: Problem, given: dict[str, Ref], scales_ref: Ref, x_sums_ref: Ref) -> Array:
-    """Part of the sums of products that is due to minima, zero points and BIAS: float32[rows, outputs]."""
+    """The part of the sums that comes from minima, zero points and BIAS, to be subtracted: float32[rows, outputs]."""
     offsets = given["mins"][...].astype(jnp.float32) if "mins" in given else 0
     if problem.kind == "int4":
-        # a conversion of uint8 to floats has another step on the device
+        # the device converts uint8 to floats through int32
         zeros = given["zeros"][...].astype(jnp.int32).astype(jnp.float32) if "zeros" in given else 0
         offsets += scales_ref[...] * (BIAS + (LEVELS // 2 if problem.symmetric else zeros))
     sums = x_sums_ref[:, : problem.groups]
@@ -371,7 +370,7 @@ def _offset(problem: Problem, given: dict[str, Ref], scales_ref: Ref, x_sums_ref
 
 
 def _repeat(count: int, at_once: int, body: Callable[[Array], None]) -> None:
-    """Call body(index) `count` times. `at_once` calls are one iteration: the compiler interleaves them."""
+    """Call body(index) `count` times. The compiler interleaves the `at_once` calls of an iteration."""
     at_once = max(1, at_once)
     whole = count // at_once
 

@@ -1,4 +1,4 @@
-"""quantized_dot as its specification: dequantise, then multiply."""
+"""The specification of quantized_dot: dequantise, then multiply."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from pallas_kernels.quantized_dot.xla import quantise_rows, quantise_rows_to_fp8
 def quantized_dot(
     x: Float[Array, "rows in"], weight: QuantizedWeight, num_rows: Int[Array, ""], *, dtype: Any
 ) -> Float[Array, "rows out"]:
-    """See `pallas_kernels.quantized_dot`. All products and sums are float32."""
+    """See `pallas_kernels.quantized_dot`. All arithmetic is float32."""
     numbers = weight.plain().numbers()
     if weight.activations == "int8":
         codes, scales = quantise_rows(x)

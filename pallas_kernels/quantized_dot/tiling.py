@@ -1,23 +1,23 @@
-"""Tile sizes of the kernel for NVIDIA, and the parts of its sums. No card was measured yet: they follow a rule."""
+"""Tile sizes of the NVIDIA kernel, and the splits of its sums. No GPU was measured yet: they follow a rule."""
 
 import dataclasses
 
 from pallas_kernels.platforms import has_small_blocks, num_multiprocessors
 
 FEW_ROWS, SOME_ROWS = 16, 64
-LEAST_STEPS = 4  # of a part: the pipeline of loads has to fill
+LEAST_STEPS = 4  # of a split: the pipeline of loads must fill
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes of a program's tile. It multiplies [outputs, inputs] of weights with [rows, inputs]."""
+    """Sizes of a program's tile. It multiplies [outputs, inputs] of weights by [rows, inputs]."""
 
     rows: int     # of x
     outputs: int
     inputs: int   # of one iteration: 64 or 128
     warps: int = 4
     stages: int = 4  # of the software pipeline: one tile less is in flight
-    splits: int = 1  # parts of the inputs, at fixed positions. Each is summed by its own program
+    splits: int = 1  # of the inputs, at fixed positions; a program sums one split
 
     @classmethod
     def by_rule(
@@ -25,11 +25,11 @@ class Tiling:
     ) -> "Tiling":
         """rows, inputs, outputs: of the call. small_blocks: `platforms.has_small_blocks`.
 
-        Up to 64 rows the time is that of reading the weights. Then two programs or more share a multiprocessor: one
-        waits for memory while the other computes. The inputs are split until there are as many. More splits would cost
-        time: each writes a float32 for each row and output. 64 rows or more of outputs are Hopper's smallest matrix
-        instruction. Up to 16 rows, five tiles in flight are 20 KiB of codes a program, and 40 KiB a multiprocessor: an
-        H200 needs about 27 KiB (4.8 TB/s times 0.75 us).
+        Up to 64 rows, a call takes as long as reading the weights. The inputs are split until about two programs share
+        a multiprocessor: one waits for memory while the other computes. More splits would cost time, because each
+        writes a float32 for each row and output. Hopper's smallest matrix instruction takes 64 outputs. Up to 16 rows,
+        five tiles in flight are 20 KiB of codes per program, and 40 KiB per multiprocessor. An H200 needs about 27 KiB
+        (4.8 TB/s times 0.75 us).
         """
         if rows > SOME_ROWS:
             return cls(128, 128, 64 if small_blocks else 128, warps=8, stages=2 if small_blocks else 3)
@@ -42,10 +42,10 @@ class Tiling:
 
     @classmethod
     def for_blocks(cls, rows: int, *, small_blocks: bool = False) -> "Tiling":
-        """The tiling for blocks of rows that have matrices of their own: `by_rule` without splits.
+        """The tiling for blocks of rows with a matrix each: `by_rule` without splits.
 
-        Several matrices are multiplied at once, so there are programs enough. One token of Qwen3 30B A3B has 8 experts
-        of 24 and of 32 tiles. One of gpt-oss 20B has 4 of 90 and of 45.
+        Several matrices are multiplied at once, so there are enough programs. A token of Qwen3 30B A3B has 8 experts of
+        24 and 32 tiles. A token of gpt-oss 20B has 4 of 90 and 45 tiles.
         """
         whole = cls.by_rule(min(rows, SOME_ROWS), 0, 0, multiprocessors=0, small_blocks=small_blocks)
         return dataclasses.replace(whole, rows=min(SOME_ROWS, max(FEW_ROWS, 1 << (rows - 1).bit_length())))

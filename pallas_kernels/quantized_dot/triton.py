@@ -1,9 +1,7 @@
 """quantized_dot for NVIDIA in Pallas, lowered through Triton, for the layout "rows".
 
-`triton_tile` multiplies a tile of weights with a tile of x. Here is the choice of the tiles: a program multiplies one
-tile of outputs with one tile of rows.
-
-Few rows: the inputs are split among programs too. The parts are added in order, in XLA.
+This module assigns tiles to programs, one tile of outputs and one tile of rows each. `triton_tile` multiplies them. For
+few rows, programs share the inputs too, and XLA adds their splits in order.
 """
 
 import functools
@@ -24,7 +22,7 @@ from pallas_kernels.quantized_dot.weight import CHUNK, QuantizedWeight, refuse_a
 FLOATS = ("bfloat16", "float16")
 SCALES = (*FLOATS, "float32", "int8", "uint8", "float8_e4m3fn")
 ROWS_TOGETHER = 2048  # rows whose tiles run at the same time: 16 MiB of x with 4,096 inputs stay in the L2 cache
-LEAST_INPUTS = 16     # of a product
+LEAST_INPUTS = 16     # of a matmul
 MOST_BYTES = 1 << 31  # of codes: Pallas addresses arrays up to 4 GiB with signed 32 bits
 
 
@@ -37,7 +35,7 @@ def quantized_dot(
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"]:
-    """See `pallas_kernels.quantized_dot`. Rows after `num_rows` are zeros where a whole tile is not needed.
+    """See `pallas_kernels.quantized_dot`. Tiles of rows that begin at or after `num_rows` are zeros.
 
     tiling: None: chosen by device and shape. interpret: run the kernel in XLA operations, on any platform.
     """
@@ -90,13 +88,13 @@ def refuse(device: Any, x: Any, weight: QuantizedWeight, dtype: Any) -> str | No
     if weight.activations == "int8" and (weight.kind not in ("int8", "int4") or weight.mins is not None):
         return f"activations=int8 with weights of {weight.kind}: must be int8 or int4, without minima"
     if weight.activations == "int8" and weight.kind == "int8" and weight.zeros is not None:
-        return "activations=int8 with zero points of 8 bits: must be without"
+        return "activations=int8 with zero points of 8 bits: must have none, or activations=float"
     if weight.num_outputs * weight.codes.shape[-1] >= MOST_BYTES:
         return f"{weight.num_outputs * weight.codes.shape[-1]} bytes of codes: must be less than {MOST_BYTES}"
     inputs, size = weight.shape[-1], weight.group_size
     if weight.bits == 4 and inputs % CHUNK:
         return f"{inputs} inputs of 4 bits: must be a multiple of {CHUNK}"
-    # products of 8 bits take 32 inputs
+    # 8-bit matmuls take 32 inputs
     least = LEAST_INPUTS if weight.activations == "float" else 2 * LEAST_INPUTS
     if weight.groups > 1 and size % CHUNK and size not in (least, 2 * LEAST_INPUTS):
         return f"groups of {size} inputs: must be {least}, {2 * LEAST_INPUTS}, a multiple of {CHUNK}, or all inputs"

@@ -1,11 +1,11 @@
-"""Codes of weights as numbers, in registers of an NVIDIA card. Part of triton.py.
+"""Converts codes of weights to numbers, in registers of an NVIDIA GPU. Part of triton.py.
 
-A card converts 16 integers a cycle and multiprocessor to floats. At that rate a matrix of 4-bit codes would be read at
-8 bytes a cycle, and an H200's memory gives about 21. So the bits of a float are put together around the code. With the
-exponent of 128, a bfloat16 has the value 128 + code. One multiply-add for two codes removes the 128 and the zero. These
-are 1.5 instructions a code of int4, and exact.
+A multiprocessor converts 16 integers per cycle to floats. At that rate it would read 4-bit codes at 8 bytes per cycle,
+and an H200's memory gives about 21. So the bits of a float are built around the code. With the exponent of 128, a
+bfloat16 has the value 128 + code. One multiply-add for two codes removes the 128 and the zero point. That is exact, and
+takes 1.5 instructions per int4 code.
 
-`instructions` returns PTX. Interpret mode has the same numbers from `plain`.
+`instructions` returns PTX. Interpret mode gets the same numbers from `plain`.
 """
 
 import struct
@@ -19,21 +19,21 @@ from jaxtyping import Array
 from pallas_kernels.quantized_dot.weight import FP4_VALUES, LEVELS
 
 LOW = 0x0F0F0F0F
-# of bfloat16 and float16: the byte that makes 2**n + code of a code, n, the ones of a multiply-add, and the factor by
-# which a number of fp4 is too small after its bits were shifted to the end of the exponent
+# For bfloat16 and float16: the high byte that turns a code into 2**n + code, n, two ones for a multiply-add, and two
+# factors that correct fp4 numbers, which are too small after their bits are shifted to the end of the exponent
 MAGIC = {"bfloat16": (0x43, 7, "0x3F803F80", "0x7E807E80"), "float16": (0x64, 10, "0x3C003C00", "0x74007400")}
 SUFFIX = {"bfloat16": "bf16x2", "float16": "f16x2"}
 
 
 def number_of_zero(zero: int, dtype: Any) -> float:
-    """The addend that turns the float with a code of int4 in its last bits into code - zero."""
+    """The addend that turns 2**n + code, the float of an int4 code, into code - zero."""
     return -float((1 << MAGIC[jnp.dtype(dtype).name][1]) + zero)
 
 
 def numbers(codes: Array, kind: str, high: bool, zero: Array | int, dtype: Any, *, interpret: bool) -> Array:
-    """Codes of a tile in `dtype`: bfloat16, float16, or int8 for products of integers.
+    """Codes of a tile in `dtype`: bfloat16, float16, or int8 for integer matmuls.
 
-    codes: bytes. high: 4-bit codes are in the high bits. zero: of int4. An int, or uint8 [outputs, 1].
+    codes: bytes. high: 4-bit codes are in the high bits. zero: zero point of int4, an int or uint8 [outputs, 1].
     """
     dtype = jnp.dtype(dtype)
     if kind == "fp8" or (kind == "int8" and dtype == jnp.int8):
@@ -72,9 +72,9 @@ def plain(codes: Array, kind: str, high: bool, zero: Array | int, dtype: Any) ->
 
 
 def instructions(kind: str, high: bool, zero: int | None, dtype: str) -> str:
-    """PTX that makes two numbers of the bytes in $1, or four for kind or dtype int8. They are in $2 for kind int8.
+    """PTX that converts two codes in $1, or four for kind or dtype int8. For kind int8, codes are in $2.
 
-    zero: None: the last operand holds as many addends, or zeros for dtype int8.
+    zero: None: the last operand holds an addend for each code, or a zero point for dtype int8.
     """
     if dtype == "int8":
         return _integers(high, zero)
@@ -87,7 +87,7 @@ def instructions(kind: str, high: bool, zero: int | None, dtype: str) -> str:
     text = f"{{ .reg .b32 t, one, add, m; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; mov.b32 one, {ones}; "
     if zero is not None:
         text += f"mov.b32 add, {_pair(number_of_zero(zero, dtype), dtype)}; "
-    # one instruction for both: (t & 0x000F000F) | m
+    # the compiler fuses (t & 0x000F000F) | m into one instruction
     return text + (
         f"{'shr.b32 t, t, 4; ' if high else ''}mov.b32 m, 0x{byte * 0x01000100:08X}; "
         f"and.b32 t, t, 0x000F000F; or.b32 t, t, m; fma.rn.{SUFFIX[dtype]} $0, t, one, {add}; }}"
@@ -105,9 +105,9 @@ def _integers(high: bool, zero: int | None) -> str:
 
 
 def _fp4(high: bool, dtype: str) -> str:
-    """The sign, two bits of exponent and one of mantissa move to where the dtype has them. A product corrects 2**n."""
+    """Move sign, two exponent bits and one mantissa bit to their positions in the dtype. A multiply corrects 2**n."""
     _, mantissa, _, factor = MAGIC[dtype]
-    shift, mask = 13 - mantissa, 0b111 << (mantissa - 1)  # bits 12 to 14 move to the last of the exponent
+    shift, mask = 13 - mantissa, 0b111 << (mantissa - 1)  # bits 12 to 14 move to the end of the exponent
     first = "" if high else "shl.b32 t, t, 4; "
     return (
         f"{{ .reg .b32 t, s, f; cvt.u32.u16 t, $1; {first}prmt.b32 t, t, 0, 0x1404; and.b32 s, t, 0x80008000; "
@@ -118,7 +118,7 @@ def _fp4(high: bool, dtype: str) -> str:
 
 
 def _eight_bits(dtype: str) -> str:
-    """code + 128 in the last byte of a float. A bfloat16 is too short for it: the float is a float32."""
+    """Put code + 128 into the last byte of a float. For bfloat16, which is too short, the float is a float32."""
     text = "{ .reg .b32 t, u, v; xor.b32 t, $2, 0x80808080; "
     if dtype == "float16":
         add = _pair(-(1024.0 + 128), dtype)

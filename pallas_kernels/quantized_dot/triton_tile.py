@@ -1,16 +1,16 @@
-"""Products of a tile of quantised weights and a tile of rows, in a kernel for NVIDIA.
+"""Matmul of a tile of quantised weights and a tile of rows, in a kernel for NVIDIA.
 
-Part of the kernels of `quantized_dot` and `quantized_grouped_dot`. A kernel says which rows and which outputs its
-program multiplies (`Tile`), and `tile_sums` returns the products.
+Part of the kernels of `quantized_dot` and `quantized_grouped_dot`. A kernel chooses the rows and outputs of its program
+(`Tile`), and `tile_sums` returns their sums.
 
-A program reads a tile of codes once, makes numbers of it in registers, and multiplies them with the tile of x. The
-weights are the first operand of the product, because Hopper's matrix instructions read that one from registers. A few
-rows of x fill the second operand, which may be as narrow as 8. No copy of a matrix in floats is made.
+A program reads a tile of codes once, converts it in registers, and multiplies it by the tile of x. The weights are the
+first operand of the matmul, because Hopper's matrix instructions read the first operand from registers. A few rows of x
+fill the second operand, which may be as narrow as 8. No float copy of a matrix is made.
 
-The sum over a group is multiplied by the group's scale after its products. In the tile, a scale would cost one
-multiplication a code. After the product it costs one for each row and output: 8 times less with 16 rows and groups
-of 128. It is also more exact, because scale * code is not rounded to x's dtype. Minima cost a product of x with ones,
-which gives the sum of x in the registers where it is needed.
+A group's sum is multiplied by the group's scale after its matmul. Before the matmul, a scale would cost one
+multiplication per code. After it, the scale costs one per row and output: 8 times less with 16 rows and groups of 128.
+It is also more exact, because scale * code is not rounded to x's dtype. Minima cost a matmul of x with ones, which
+leaves the sum of x in the registers that need it.
 """
 
 import dataclasses
@@ -32,10 +32,7 @@ HALF = CHUNK // 2     # bytes of a chunk of 4-bit codes
 
 
 class Given(NamedTuple):
-    """The arrays of a call, None if it has none. Inside a kernel: the references to them.
-
-    The axes of x but the last are one axis. So are those of each array of the weights.
-    """
+    """The arrays of a call, or references to them in a kernel; None if absent. All axes but the last are merged."""
 
     x: Any
     codes: Any
@@ -49,7 +46,7 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, x: Array, weight: QuantizedWeight) -> "Given":
-        """The arrays of a product. x is rounded as `weight.activations` says."""
+        """The arrays of x @ weight.T. x is rounded as `weight.activations` says."""
         flat = lambda a: None if a is None else a.reshape(-1, a.shape[-1])  # noqa: E731
         x, row_scales, group_scales = x.reshape(-1, x.shape[-1]), None, None
         if weight.activations == "int8":
@@ -76,7 +73,7 @@ class Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static facts of a call."""
+    """Static parameters of a call."""
 
     kind: str
     rows: int     # of x; of a block of x, if each block has its own matrix
@@ -86,7 +83,7 @@ class Problem:
     divides: bool
     tiling: Tiling
     interpret: bool
-    integers: bool = False  # products of int8
+    integers: bool = False  # matmuls of int8
 
     @property
     def group_size(self) -> int:
@@ -99,7 +96,7 @@ class Problem:
 
     @property
     def step(self) -> int:
-        """Inputs of an iteration: a multiple of the group's, or a part of it."""
+        """Inputs of an iteration: whole groups, or a whole fraction of a group."""
         step = self.tiling.inputs
         return step if self.groups == 1 or step % self.group_size == 0 or self.group_size % step == 0 else CHUNK
 
@@ -113,7 +110,7 @@ class Problem:
 
     @property
     def load(self) -> int:
-        """Bytes of an output that are loaded at once. Codes in the same bits of them share a group."""
+        """Bytes per output that are loaded at once. Codes in the low bits share a group; so do the high bits."""
         if self.groups == 1:
             return self.step // self.per_byte
         if self.per_byte == 1:
@@ -135,11 +132,11 @@ class Factors(NamedTuple):
 
     scale: Array
     offset: Array | None
-    of_rows: Array | None = None  # float32[rows], another factor of the sum of codes * x: the scales of x
+    of_rows: Array | None = None  # float32[rows], another factor of sum of codes * x: scales of x
 
 
 def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
-    """The products of a split's inputs, [outputs, rows]: float32, or int32 if one scale comes after all splits."""
+    """The sums of a split's inputs, [outputs, rows]: float32, or int32 if one scale is applied after all splits."""
     tiling = problem.tiling
     shape = (tiling.outputs, tiling.rows)
     zeros = jnp.zeros(shape, jnp.int32 if problem.integers else jnp.float32)
@@ -175,8 +172,8 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
         factors = _factors(problem, given, tile, jnp.int32(0))
 
         if given.x.dtype == jnp.float8_e4m3fn:
-            # Hopper's tensor cores add products of fp8 with about 14 bits (arXiv:2412.19437, section 3.3.2). Their sums
-            # stay short, and float32 adds them.
+            # Hopper's tensor cores add fp8 products with about 14 bits (arXiv:2412.19437, section 3.3.2). So their sums
+            # are short, and are added in float32.
             def add_product(step: Array, total: Array) -> Array:
                 sums = [zeros]
                 multiply(step, sums, [None])
@@ -197,7 +194,7 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
 
     def add_groups(step: Array, carry: tuple[Array, tuple[Factors, ...]]) -> tuple[Array, tuple[Factors, ...]]:
         total, factors = carry
-        later = load_factors(step + 1)  # one iteration early: the card does not wait for them
+        later = load_factors(step + 1)  # one iteration early, so that the GPU does not wait for them
         sums = [zeros] * len(factors)
         x_sums = [None if one.offset is None else zeros for one in factors]
         multiply(step, sums, x_sums)
@@ -211,10 +208,7 @@ def tile_sums(problem: Problem, given: Given, tile: Tile) -> Array:
 def _operands(
     problem: Problem, given: Given, tile: Tile, step: Array, offset: int
 ) -> list[tuple[int, Array, Array]]:
-    """(group in the iteration, weights [outputs, n], x [rows, n]) of the codes that one load gives.
-
-    offset: of the load's first byte in the iteration.
-    """
+    """(group in the iteration, weights [outputs, n], x [rows, n]) of the codes of a load. offset: its first byte."""
     lane = jnp.arange(problem.load)
     byte = step * (problem.step // problem.per_byte) + offset + lane
     whole = problem.inputs % problem.step == 0
@@ -247,8 +241,8 @@ def _operands(
         group = 0 if problem.groups == 1 else min(first // problem.group_size, problem.groups_of_step - 1)
         value: Array | int = LEVELS // 2 if given.mins is None else 0
         if given.zeros is not None and problem.kind == "int4":
-            # Not an iteration early, as scales are: that would keep Triton from making the numbers in the registers of
-            # the product. The zeros of 32 groups are in one sector of the L1 cache.
+            # Unlike scales, not loaded an iteration early: Triton could then not convert codes in the registers of the
+            # matmul. The zeros of 32 groups are in one sector of the L1 cache.
             index = lax.div(step * problem.step, problem.group_size) + group
             value = plgpu.load(given.zeros.at[tile.output, jnp.minimum(index, problem.groups - 1)])[:, None]
         a = numbers(codes, problem.kind, high, value, given.x.dtype, interpret=problem.interpret)

@@ -1,4 +1,4 @@
-"""QuantizedWeight: a matrix of weights in 8 or 4 bits, its layouts in memory, and how to make one from numbers."""
+"""QuantizedWeight: a weight matrix in 8 or 4 bits, its layouts in memory, and its quantisation."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ LEVELS = 16    # values of a 4-bit code
 OUTPUTS, INPUTS = 16, 4  # of a tile of codes
 CHUNK = 64  # inputs of a chunk in the layout "rows"
 LANES = 128  # inputs of a chunk in the layout "lanes"
-MOST_INPUTS = 65_536  # of a group: its sums of products must fit int32
+MOST_INPUTS = 65_536  # of a group: its sums must fit int32
 # Shares of a group's range that the search for its scale tries. For normally distributed numbers in groups of 64, the
-# squared error is 1.08 times as large without a search, and 0.5% smaller with half the step.
+# squared error is 1.08 times as large without the search, and 0.5% smaller with half the step.
 SHARES = tuple(1 - i / 32 for i in range(8))
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 # dtypes of codes in the layout "plain", which has one code a byte
@@ -27,7 +27,7 @@ PLAIN_DTYPES = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3f
 # Values of the codes 0 to 7 of fp4 (E2M1, OCP Microscaling Formats 1.0). Codes 8 to 15 are their negatives.
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_NUMBERS = np.array((*FP4_VALUES, *(-value for value in FP4_VALUES)), np.float32)  # by code
-# of the inputs in a word of the layout "lanes": [chunks, quarters, words, neighbours, outputs]
+# bit offsets of the inputs in a word of the layout "lanes": [chunks, quarters, words, neighbours, outputs]
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32).reshape(2, 4).T.reshape(1, 4, 1, 2, 1)
 ARRAYS = ("codes", "scales", "zeros", "outer", "mins", "outer_mins", "order")
 
@@ -38,15 +38,15 @@ ARRAYS = ("codes", "scales", "zeros", "outer", "mins", "outer_mins", "order")
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """Weights [..., out, in] in groups of neighbouring inputs. All fields of a group but its codes are shared.
+    """Weights [..., out, in] in groups of neighbouring inputs. A group shares all fields but its codes.
 
         weight = scale * (number(code) - zero)   or, with `mins`,   scale * number(code) - min
 
     A scale is `scales`, times (or divided by) `outer` if there is one; a min is `mins` times `outer_mins`. These
-    products are made in float32, so the numbers are the ones that the checkpoint's format defines.
+    are float32 multiplications, so that the numbers are those of the checkpoint's format.
 
     Layouts. "out" is all axes of the shape but the last.
-    plain: one code a byte, [out, in]; all others [out, groups]. Readers of checkpoints make it; nothing multiplies it.
+    plain: one code a byte, [out, in]; all others [out, groups]. Checkpoint readers return it. No matmul takes it.
     rows:  as plain, with two 4-bit codes a byte: uint8[out, in / 2]. Byte 32 * c + i holds input 64 * c + i in its low
            4 bits, and input 64 * c + 32 + i in its high 4 bits.
     tiles: for the native kernel on CPU. The outputs are in blocks of 16; the last block is padded with zeros. A tile
@@ -59,25 +59,24 @@ class QuantizedWeight:
            128 * c + 32 * q + 2 * i, for q = 0 to 3, in the bits from 4 * q on, and the next inputs in the bits from
            16 + 4 * q on. scales, zeros and mins [groups, out]. int8 has mins in place of zeros.
 
-    Codes of fp8 may be uint8, their bits. XLA on CPU makes float16 of all fp8 codes before a slice is taken: a program
-    of Llama 3.1 8B had 15.4 GB of temporaries (JAX 0.10.2).
-
-    Fields may be ShapeDtypeStructs, or numpy arrays on the host.
+    fp8 codes may be uint8, their bits. XLA on CPU converts all fp8 codes to float16 before it takes a slice: a program
+    of Llama 3.1 8B had 15.4 GB of temporaries (JAX 0.10.2). Fields may be ShapeDtypeStructs, or numpy arrays on the
+    host.
     """
 
     codes: Any
     scales: Any             # any float dtype, or integers with `outer`
-    zeros: Any | None       # in codes: uint8 with int4, int8 with int8; None: 8 with int4, and 0 with all others
+    zeros: Any | None       # zero points: uint8 with int4, int8 with int8; None: 8 with int4, else 0
     outer: Any | None       # float32[out, supergroups]: factors of neighbouring groups' scales
     mins: Any | None        # as `scales`; not together with `zeros`. The zero of int4 is then 0
     outer_mins: Any | None  # as `outer`
-    order: Any | None       # int32[in]: the codes of input i are of input order[i] of x; None: i
+    order: Any | None       # int32[in]: codes at position i are for input order[i] of x; None: for i
     kind: str               # int8, int4, fp8 (e4m3fn) or fp4 (e2m1)
     layout: str
     shape: tuple[int, ...]  # of the weights
     dtype: np.dtype         # of the weights before quantising, and of the activations
-    # Of x before a product. int8: rounded to 8 bits, one scale a row. fp8: rounded to e4m3, one scale for each row and
-    # group of the weights, whose codes must be fp8. float: not rounded
+    # Rounding of x before a matmul. int8: to 8 bits, one scale per row. fp8: to e4m3, one scale per row and group of
+    # the weights, which must be fp8. float: none
     activations: str = "int8"
     divides: bool = False   # scales are divided by `outer`
 
@@ -120,7 +119,7 @@ class QuantizedWeight:
         return self._plain(tiles, change, indices.shape[0])
 
     def slice(self, start: Int[Array, ""] | int, size: int) -> "QuantizedWeight":
-        """`size` outputs from `start`, as a matrix in the layout "plain". Not of the layout "tiles"."""
+        """`size` outputs from `start`, as a matrix in the layout "plain". Not for the layout "tiles"."""
         if self.layout == "lanes":
             cut = lambda array, axis=1: jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)  # noqa: E731
             return self._plain(cut(self.codes, int(self.bits == 4)), lambda _, array: cut(array).T, size)
@@ -128,10 +127,7 @@ class QuantizedWeight:
         return self._plain(cut(self.codes), lambda _, array: cut(array), size)
 
     def matrix(self, index: Int[Array, ""] | int) -> "QuantizedWeight":
-        """One matrix [out, in] of weights [matrices, ..., in] in the layout "tiles", which must be whole blocks.
-
-        An index out of range is clipped.
-        """
+        """One matrix [out, in] of weights [matrices, ..., in] in whole "tiles". index: clipped to the valid range."""
         index = jnp.clip(index, 0, self.shape[0] - 1)
         blocks, outputs = self.codes.shape[0] // self.shape[0], self.num_outputs // self.shape[0]
         cut = lambda array: jax.lax.dynamic_slice_in_dim(array, index * blocks, blocks)  # noqa: E731
@@ -147,7 +143,7 @@ class QuantizedWeight:
         return self._plain(self._matrix(self.codes), lambda _, a: self._matrix(a), self.num_outputs)
 
     def numbers(self) -> Float[Array, "*shape"]:
-        """The weights in float32, inputs in the order of the codes. Only of the layout "plain"."""
+        """The weights in float32, inputs in the order of the codes. Only for the layout "plain"."""
         values = self.values()
         scales = self._scaled(self.scales, self.outer, divides=self.divides)
         if self.mins is None:
@@ -161,11 +157,11 @@ class QuantizedWeight:
         return plain.numbers().reshape(self.shape).astype(self.dtype)
 
     def in_order_of_inputs(self, numbers: Float[Array, "*lead in"]) -> Float[Array, "*lead in"]:
-        """Numbers in the order of the codes, as those of `dequantize`, in the order of the inputs."""
+        """Reorder numbers from the order of the codes, as in `dequantize`, to the order of the inputs."""
         return numbers if self.order is None else jnp.zeros_like(numbers).at[..., self.order].set(numbers)
 
     def values(self) -> Float[Array, "... groups size"]:
-        """number(code) - zero, float32. Only of the layout "plain"."""
+        """number(code) - zero, float32. Only for the layout "plain"."""
         by_group = (*self.scales.shape, -1)
         if self.kind == "fp4":
             return fp4_numbers(jnp.asarray(self.codes)).reshape(by_group)
@@ -178,7 +174,7 @@ class QuantizedWeight:
         return values - LEVELS // 2 if self.kind == "int4" and self.mins is None else values
 
     def integers(self) -> Int[Array, "out in"]:
-        """code - zero, int8. Only of int8 without zeros, and of int4."""
+        """code - zero, int8. Only for int8 without zeros, and for int4."""
         plain = self.plain()
         if self.kind == "int8":
             return plain.codes
@@ -220,7 +216,7 @@ class QuantizedWeight:
             return (words >> _SHIFTS & 15).astype(jnp.uint8).reshape(-1, outputs).T
         half = INPUTS if self.layout == "tiles" else chunk_of(self.shape[-1]) // 2
         pairs = codes.reshape(outputs, -1, 1, half)
-        # not `concatenate`: XLA on CPU does not fuse it, and 4-bit products took 2 to 11 times as long
+        # not `concatenate`: XLA on CPU does not fuse it, and 4-bit matmuls took 2 to 11 times as long
         return (pairs >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(outputs, -1)
 
     @staticmethod
@@ -231,7 +227,7 @@ class QuantizedWeight:
         wide = values.reshape(*outer.shape, -1)
         if not divides:
             return (wide * outer[..., None]).reshape(values.shape)
-        # XLA multiplies by the reciprocal of a number that is broadcast: a quarter of the results were 1 ulp off (CPU,
+        # XLA divides by a broadcast number with its reciprocal: a quarter of the results were 1 ulp off (CPU,
         # JAX 0.10.2 and 0.11.2). A barrier hides the broadcast.
         factors = jax.lax.optimization_barrier(jnp.broadcast_to(outer[..., None], wide.shape))
         return (wide / factors).reshape(values.shape)
@@ -258,7 +254,7 @@ def chunk_of(inputs: int) -> int:
 
 
 def refuse_activations(weight: QuantizedWeight) -> str | None:
-    """Reason why no product takes weights with their `activations`; None if one does."""
+    """Reason why no matmul takes weights with their `activations`; None if one does."""
     if weight.activations == "fp8" and weight.kind != "fp8":
         return f"activations=fp8 with weights of {weight.kind}: must be float, or int8, or have weights of fp8"
     return None
@@ -272,15 +268,15 @@ def refuse_tiles(weight: QuantizedWeight) -> str | None:
 
 
 def refuse_matrices(shape: tuple[int, ...]) -> str | None:
-    """Reason why weights [matrices, ..., in] in the layout "tiles" have no tiles of their own for each matrix."""
+    """Reason why matrices of weights [matrices, ..., in] share tiles in the layout "tiles"; None if none do."""
     outputs = int(np.prod(shape[1:-1]))
     return None if outputs % OUTPUTS == 0 else f"a matrix has {outputs} outputs: must be a multiple of {OUTPUTS}"
 
 
 def to_tiles(weight: QuantizedWeight) -> QuantizedWeight:
-    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if that cannot be.
+    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if `refuse_tiles` refuses.
 
-    fp4 becomes int8: twice a number of fp4 is an integer, with half the scale. So it takes 8 bits.
+    fp4 becomes int8: twice an fp4 number is an integer, with half the scale. So it takes 8 bits.
     """
     if (reason := refuse_tiles(weight)) is not None:
         raise ValueError(reason)
@@ -321,9 +317,9 @@ def refuse_lanes(weight: QuantizedWeight) -> str | None:
 
 
 def to_lanes(weight: QuantizedWeight) -> QuantizedWeight:
-    """Weights in the layout "plain", in the layout "lanes". Raises ValueError if that cannot be.
+    """Weights in the layout "plain", in the layout "lanes". Raises ValueError if `refuse_lanes` refuses.
 
-    Scales and minima in two levels, and those that are not bfloat16, become float32.
+    Scales and minima that have `outer` factors, or are not bfloat16, become float32.
     """
     if (reason := refuse_lanes(weight)) is not None:
         raise ValueError(reason)
@@ -346,8 +342,8 @@ def to_lanes(weight: QuantizedWeight) -> QuantizedWeight:
 def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None = None) -> QuantizedWeight:
     """Round weights [..., out, in] to 8 or 4 bits. The result has the layout "tiles".
 
-    bits:       8: scale = largest magnitude / 127, zero = 0. 4: the range of each group, cut by the share in SHARES
-                with the smallest squared error, becomes 16 levels. One of them is 0.
+    bits:       8: scale = largest magnitude / 127, zero = 0. 4: 16 levels, one of them 0, over a share of each
+                group's range: the share in SHARES with the smallest squared error.
     group_size: inputs that share a scale, a multiple of 16. None: all inputs.
 
     Raises ValueError if the sizes do not fit.
@@ -372,7 +368,7 @@ def quantize_plain(weight: Float[Array, "*shape"], kind: str, group_size: int) -
 
 
 def refuse_group(inputs: int, group_size: int) -> str | None:
-    """Reason why a matrix with this many inputs cannot have groups of this size; None if it can."""
+    """Reason why `inputs` inputs cannot have groups of `group_size`; None if they can."""
     if inputs % group_size or group_size % OUTPUTS or group_size > MOST_INPUTS:
         accepted = f"must divide the {inputs} inputs, be a multiple of 16, and at most {MOST_INPUTS}"
         return f"group_size={group_size}: {accepted}"

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.quantized_dot.weight import LARGEST, LARGEST_FP8, QuantizedWeight
 
 SMALLEST = 1e-30  # a row with no larger number is quantised to zeros; see `native.integers`
-OUTPUTS_AT_ONCE = 256  # that are dequantised at once: no copy of a matrix as numbers is made
+OUTPUTS_AT_ONCE = 256  # dequantised at once, so that no float copy of a matrix is made
 
 
 def quantise_rows(x: Float[Array, "rows in"]) -> tuple[Int[Array, "rows in"], Float[Array, " rows"]]:
@@ -33,8 +33,7 @@ def quantise_rows_to_fp8(
 ) -> tuple[Float[Array, "rows in"], Float[Array, "groups rows"]]:
     """Codes in e4m3 and scales: x is about codes * scale. Each row has a scale for each group of neighbouring inputs.
 
-    The scale is the largest magnitude / 448, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). The scale of a
-    group with NaN or infinity is NaN.
+    The scale is the largest magnitude / 448 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2); NaN if not all are finite.
     """
     numbers = x.astype(jnp.float32).reshape(x.shape[0], groups, -1)
     most = _largest(numbers)
@@ -76,7 +75,7 @@ def quantized_dot(
 def _by_blocks(
     rows: int, outputs: int, dtype: Any, multiply: Callable[[Array, int], Array]
 ) -> Float[Array, "rows out"]:
-    """Products of a block of outputs after the other. multiply(start, size): of `size` outputs from `start`."""
+    """The matmul by blocks of outputs, one after the other. multiply(start, size): `size` outputs from `start`."""
     size = min(OUTPUTS_AT_ONCE, outputs)
 
     def add_block(block: Array, out: Array) -> Array:
@@ -111,7 +110,7 @@ def fp8_product(
     def add_group(group: Array, total: Array) -> Array:
         ours = lax.dynamic_slice_in_dim(codes, group * part.group_size, part.group_size, axis=1)
         theirs = lax.dynamic_index_in_dim(numbers, group, axis=1, keepdims=False)
-        # Exact products: a number of e4m3 has 4 bits of mantissa. Cards and TPUs round float32 to 11 or 8 bits.
+        # Exact: an e4m3 number has 4 significant bits; GPUs and TPUs round float32 to 11 or 8 bits.
         product = lax.dot_general(
             ours.astype(jnp.float32), theirs, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )

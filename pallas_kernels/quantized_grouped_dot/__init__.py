@@ -1,4 +1,4 @@
-"""quantized_grouped_dot: multiplies blocks of rows, each with its own quantised matrix: a mixture of experts."""
+"""quantized_grouped_dot: multiplies blocks of rows, each by its own quantised matrix, for mixtures of experts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -40,23 +40,23 @@ def quantized_grouped_dot(
 ) -> Float[Array, "blocks rows out"]:
     """x[i] @ weight[matrix_of_block[i]].T for the first `num_blocks_used` blocks. The others are undefined.
 
-    Layout "tiles": rows of x are rounded to 8 bits, as in `quantized_dot`, and a row has the bits that `quantized_dot`
-    gives it, in any block. Layouts "rows" and "lanes": with `weight.activations` "fp8", rows are rounded to e4m3 as in
-    `quantized_dot`. Otherwise x is not rounded. The bits of a row do not depend on the other rows of its block. With
-    "triton" they depend on the tiling: blocks have up to 16 rows, up to 32, or more.
+    Layout "tiles": rows of x are rounded to 8 bits, and a row has the bits that `quantized_dot` gives it, in any block.
+    Layouts "rows" and "lanes": rows are rounded to e4m3 if `weight.activations` is "fp8", else not at all. A row's bits
+    do not depend on the other rows of its block. With "triton" they depend on the tiling, which is one of three: blocks
+    have up to 16 rows, up to 32, or more.
 
-    weight:          [matrices, ..., in], in the layout "rows", "tiles" or "lanes". All axes between are one axis of
+    weight:          [matrices, ..., in], in the layout "rows", "tiles" or "lanes". The axes between are one axis of
                      the result. With "tiles" that axis must be a multiple of 16.
     matrix_of_block: int32 in [0, matrices), not checked. Blocks of the same matrix should be neighbours.
-    rows_of_block:   int32, number of each block's first rows that are needed; None: all. The results of the others are
-                     undefined, but finite if x is. Only "cpu" skips them.
-    implementation:  None: the best one for the platform that the call is lowered for. To lower for a missing card,
+    rows_of_block:   int32, number of leading rows of each block that are needed; None: all. Results of other rows
+                     are undefined, but finite if x is. Only "cpu" skips them.
+    implementation:  None: the best one for the platform that the call is lowered for. To lower for a missing GPU,
                      trace in a mesh that describes it. "xla" is a loop over the used blocks, which dequantises one
                      matrix at a time. "cpu" is a native kernel for CPU, for the layout "tiles". "triton" is a kernel
                      for NVIDIA, for the layout "rows", and "mosaic_tpu" one for TPU, for the layout "lanes", and "rows"
-                     of int8 with one group an output. They multiply codes, and make no copy of a matrix. On CPU these
-                     two run in interpret mode. "reference" dequantises the matrix of every block. It rounds x only to
-                     fp8.
+                     of int8 with one group per output. These three multiply codes, and make no copy of a matrix. On
+                     CPU, "triton" and "mosaic_tpu" run in interpret mode. "reference" dequantises the matrix of every
+                     block, and rounds x only to fp8.
 
     Returns x's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the
     implementation refuses them.
@@ -86,7 +86,7 @@ def quantized_grouped_dot(
     names = {}
     if takes_native(cpu.refuse, x, weight):
         names["cpu"] = "cpu"
-    # tracing the kernel takes 0.1 s: only where the device is meant
+    # tracing a kernel takes 0.1 s: only for the device that is lowered for
     if traced_platform() == "gpu" and triton.refuse(default_device(), x, weight) is None:
         names["cuda"] = "triton"
     if traced_platform() == "tpu" and mosaic_tpu.refuse(default_device(), x, weight) is None:

@@ -1,7 +1,7 @@
 """quantized_grouped_dot for CPUs in numba. Imported only to compile.
 
-The first units of work round the used rows of a block to 8 bits each. Each of the others is a run and a block of
-outputs. A run is neighbouring blocks of one matrix without padding between them, as in `grouped_dot`.
+Each of the first units of work rounds the used rows of one block to 8 bits. Every later unit multiplies a run by a
+block of outputs. A run is neighbouring blocks of one matrix without padding between them, as in `grouped_dot`.
 """
 
 from numba import njit

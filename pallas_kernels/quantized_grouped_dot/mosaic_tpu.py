@@ -1,7 +1,7 @@
 """quantized_grouped_dot for TPU in Pallas, lowered through Mosaic, for int8 and int4 in the layout "lanes".
 
-It is the kernel of `quantized_dot`, with a tile of rows for each block. The block's matrix is a range of the outputs of
-all matrices. Blocks are outermost in the grid: a matrix is read once for each of its blocks.
+It is the kernel of `quantized_dot` with a tile of rows for each block. The matrix of a block is a range of all
+outputs. Blocks are outermost in the grid, so a matrix is read once for each of its blocks.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pallas_kernels.quantized_dot import mosaic_tpu
 from pallas_kernels.quantized_dot.mosaic_tpu import MOST_ROWS, MOST_STACKED, Places, Problem, Tiling, arrays_of, launch
 from pallas_kernels.quantized_dot.weight import LANES, QuantizedWeight
 
-ROWS = 16  # of a register of x in bfloat16
+ROWS = 16  # rows of a bfloat16 register
 
 
 def quantized_grouped_dot(
@@ -24,10 +24,7 @@ def quantized_grouped_dot(
     *,
     interpret: Any = False,
 ) -> Float[Array, "blocks rows out"]:
-    """See `pallas_kernels.quantized_grouped_dot`. Unused blocks are zeros.
-
-    interpret: run the kernel in XLA operations, on any platform.
-    """
+    """See `pallas_kernels.quantized_grouped_dot`. Unused blocks are zeros. interpret: run in XLA operations."""
     (blocks, given_rows, inputs), outputs = x.shape, weight.num_outputs // weight.shape[0]
     x = jnp.pad(x, ((0, 0), (0, -given_rows % ROWS), (0, 0)))
     rows = x.shape[1]

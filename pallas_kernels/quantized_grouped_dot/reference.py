@@ -14,7 +14,7 @@ def quantized_grouped_dot(
     matrix_of_block: Int[Array, " blocks"],
     num_blocks_used: Int[Array, ""],
 ) -> Float[Array, "blocks rows out"]:
-    """See `pallas_kernels.quantized_grouped_dot`. Products and sums are float32. Unused blocks are zero."""
+    """See `pallas_kernels.quantized_grouped_dot`. Arithmetic is float32. Unused blocks are zero."""
     rows = x.astype(jnp.float32)
     if weight.activations == "fp8":
         rows = rounded_to_fp8(rows.reshape(-1, x.shape[-1]), weight.groups).reshape(x.shape)

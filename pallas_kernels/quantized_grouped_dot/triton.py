@@ -1,8 +1,8 @@
 """quantized_grouped_dot for NVIDIA in Pallas, lowered through Triton, for the layout "rows".
 
-Grid: (tiles of outputs, tiles of a block's rows, blocks). A program multiplies one tile of its block's matrix with one
-tile of the block's rows, as `quantized_dot` does: see `quantized_dot.triton_tile`. Programs of unused blocks end at
-once, and their results stay undefined.
+Grid: (tiles of outputs, tiles of a block's rows, blocks). A program multiplies one tile of its block's matrix by one
+tile of the block's rows: see `quantized_dot.triton_tile`. Programs of unused blocks return at once, and leave their
+results undefined.
 """
 
 import functools
