@@ -1,4 +1,4 @@
-"""gated_dot: the first half of a gated feed-forward network. Both products with x, and the activation between them."""
+"""gated_dot: the gate and up projections of a feed-forward network, and the activation."""
 
 import functools
 from typing import Any
@@ -21,10 +21,9 @@ IMPLEMENTATIONS = {
 
 
 def choose_implementation(device: Any, x: Any, weight: Any, activation: str, *, kind: str | None = None) -> str:
-    """"triton" if it was measured as the fastest for the card and the shape, else "xla".
+    """"triton" if it was measured as the fastest for the GPU and the shape, else "xla".
 
-    device: a jax Device. kind: name of the card to choose for; None: the device's. x, weight: arrays or
-    ShapeDtypeStructs.
+    device: a jax Device. kind: name of the GPU; None: the device's. x, weight: arrays or ShapeDtypeStructs.
     """
     wanted = tiling.measured(kind or device.device_kind, x, weight)
     return "xla" if wanted is None or triton.refuse(device, x, weight, activation) else "triton"
@@ -40,18 +39,16 @@ def gated_dot(
 ) -> Float[Array, "rows out"]:
     """act(x @ weight[0].T) * (x @ weight[1].T), with sums in float32.
 
-    Both products and the activation are rounded to x's dtype, as if each were an operation of its own. The activation
-    is computed in float32.
+    Both matmuls and the activation are rounded to x's dtype, as separate operations would be. The activation is
+    computed in float32.
 
-    weight:         gate, then up. Of x's dtype. Products of float32 numbers are true float32 products.
-    num_rows:       the first rows of x that are needed. The results of the others are undefined, but finite if x is.
+    weight:         gate, then up. Of x's dtype. float32 inputs are multiplied in full float32 precision.
+    num_rows:       leading rows of x that are needed. Results of other rows are undefined, but finite if x is.
     activation:     "silu", "gelu" (exact), "gelu_tanh" (the tanh approximation) or "relu".
-    implementation: None: the fastest one measured on the card (tuning.json), else "xla". "xla" is one product with both
+    implementation: None: the fastest one measured on the GPU (tuning.json), else "xla". "xla" is one matmul with both
                     matrices, then the activation. On CPU both are native kernels for SiLU. "triton" is one kernel for
-                    NVIDIA that never writes the product: bfloat16 and float16, not "gelu". On CPU it runs in interpret
-                    mode. "reference" is the specification.
-
-    The bits of a row of "triton" do not depend on the other rows of the call.
+                    NVIDIA that never writes the matmul's result: bfloat16 and float16, not "gelu". A row's bits depend
+                    on no other row. On CPU it runs in interpret mode. "reference" is the specification.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """

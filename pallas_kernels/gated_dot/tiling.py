@@ -1,7 +1,6 @@
-"""Tile sizes of the kernel for NVIDIA, and whether it is chosen: both measured on a card, in tuning.json.
+"""Tile sizes of the NVIDIA kernel, and the shapes that use it. Both are measured on a GPU, and stored in tuning.json.
 
-`benchmarks/tune_kernels.py` writes the file. Without a measurement for the card and the shape, XLA's products are
-chosen.
+`benchmarks/tune_kernels.py` writes the file. Without a measurement for the GPU and the shape, XLA is used.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ FILE = pathlib.Path(__file__).with_name("tuning.json")
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes of a program's tile. It multiplies [rows, inputs] with [outputs, inputs] of gate and of up."""
+    """Sizes of a program's tile. It multiplies [rows, inputs] by [outputs, inputs] of gate and of up."""
 
     rows: int     # of x
     outputs: int  # of gate, and as many of up
@@ -30,8 +29,8 @@ class Tiling:
         """The rule for shapes that were not tuned. rows: of the call. small_blocks: `platforms.has_small_blocks`.
 
         Tiles have at least 64 rows: fewer rows would use another matrix instruction on Hopper, with other bits. 64 rows
-        take 16 KiB of weights and 8 KiB of x an iteration. 128 rows take 32 and 16 KiB, and 128 registers a thread for
-        both sums.
+        take 16 KiB of weights and 8 KiB of x per iteration. 128 rows take 32 and 16 KiB, and 128 registers per thread
+        for both sums.
         """
         if rows <= 64:
             return cls(64, 64, 64, warps=4, stages=3 if small_blocks else 4)
@@ -39,10 +38,10 @@ class Tiling:
 
 
 def measured(kind: str, x: Any, weight: Any) -> Tiling | None:
-    """The fastest tiling on a kind of card; None: XLA is faster, or nothing was measured.
+    """The fastest tiling on a kind of GPU; None: XLA is faster, or nothing was measured.
 
-    x, weight: arrays or ShapeDtypeStructs. The measurement with the fewest rows decides, among those with at least as
-    many rows as x. For more rows than any measurement, the one with the most rows decides.
+    x, weight: arrays or ShapeDtypeStructs. The measurement with the fewest rows that are at least x's decides, else the
+    measurement with the most rows.
     """
     by_rows = _entries(FILE).get(kind, {}).get(key(x, weight), {})
     if not by_rows:

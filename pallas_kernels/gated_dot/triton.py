@@ -1,10 +1,10 @@
 """gated_dot for NVIDIA in Pallas, lowered through Triton.
 
-A program computes a tile of gate and the same tile of up, each in a float32 sum, and stores act(gate) * up. The product
-of x and both matrices, 2 * outputs numbers a row, is neither written nor read again.
+A program sums a tile of gate and the same tile of up in float32, and stores act(gate) * up. So gate and up, 2 * outputs
+numbers per row, are neither written to memory nor read again.
 
-Grid: (tiles of rows in a block of ROWS_TOGETHER, tiles of outputs, such blocks). Programs that run at the same time
-share x's rows and few tiles of the matrices. So each block reads the matrices once, and x stays in the L2 cache.
+Grid: (tiles of rows in a block of ROWS_TOGETHER, tiles of outputs, blocks). Programs that run at the same time share
+x's rows and few tiles of the matrices. So each block reads the matrices once, and x stays in the L2 cache.
 """
 
 import functools
@@ -34,7 +34,7 @@ def gated_dot(
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"]:
-    """See `pallas_kernels.gated_dot`. Rows after `num_rows` are zeros where a whole tile is not needed.
+    """See `pallas_kernels.gated_dot`. Tiles of rows that begin at or after `num_rows` are zeros.
 
     tiling: None: chosen by device and shape. interpret: run the kernel in XLA operations, on any platform.
     """
@@ -89,7 +89,7 @@ def _kernel(
     def multiply() -> None:
         zeros = jnp.zeros((tiling.rows, tiling.outputs), jnp.float32)
         gate, up = lax.fori_loop(0, pl.cdiv(width, tiling.inputs), add_tile, (zeros, zeros))
-        # rounded as separate products would be
+        # rounded as separate matmuls would be
         store(gated(activation, gate.astype(out_ref.dtype), up.astype(out_ref.dtype)))
 
     needed = first < num_rows_ref[0]

@@ -1,4 +1,4 @@
-"""gated_dot as one product with both matrices, and the activation after it. On CPU both are native kernels."""
+"""gated_dot as one matmul with both matrices, then the activation. On CPU both are native kernels for SiLU."""
 
 from jaxtyping import Array, Float, Int
 
@@ -10,7 +10,7 @@ from pallas_kernels.row_ops import silu_and_mul
 def gated_dot(
     x: Float[Array, "rows in"], weight: Float[Array, "2 out in"], num_rows: Int[Array, ""], *, activation: str
 ) -> Float[Array, "rows out"]:
-    """See `pallas_kernels.gated_dot`. Writes the product with both matrices, [rows, 2 * out], and reads it again."""
+    """See `pallas_kernels.gated_dot`. Writes gate and up, [rows, 2 * out], and reads them again."""
     outputs = weight.shape[1]
     both = dot(x, weight.reshape(2 * outputs, -1), num_rows)
     if activation == "silu":

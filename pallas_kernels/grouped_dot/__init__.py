@@ -1,4 +1,4 @@
-"""grouped_dot: multiplies blocks of rows, each with its own matrix. These are the products of a mixture of experts."""
+"""grouped_dot: multiplies blocks of rows, each by its own matrix. These are the matmuls of a mixture of experts."""
 
 import functools
 from collections.abc import Callable
@@ -52,13 +52,13 @@ def grouped_dot(
 ) -> Float[Array, "blocks rows out"]:
     """x[i] @ weights[matrix_of_block[i]].T for the first `num_blocks_used` blocks. The others are undefined.
 
-    x, weights:      of the same dtype. Sums are in float32, and products of float32 numbers are true float32.
+    x, weights:      of the same dtype. Sums are float32, and float32 inputs are multiplied in full float32 precision.
     matrix_of_block: int32 in [0, matrices), not checked. Blocks of the same matrix should be neighbours.
-    rows_of_block:   int32, number of each block's first rows that are needed; None: all. The results of the others are
-                     undefined, but finite. Only "cpu" skips them.
+    rows_of_block:   int32, number of leading rows of each block that are needed; None: all. Results of other rows
+                     are undefined, but finite. Only "cpu" skips them.
     implementation:  None: the best one for the platform that the call is lowered for. "reference" gathers the matrices.
                      "xla" is a loop of static length. "xla_loop" is for CPU: a loop over the used blocks only. "cpu" is
-                     a native kernel for CPU: each row has the same bits in any block. It has no gradient. "triton" is a
+                     a native kernel for CPU: a row has the same bits in any block. It has no gradient. "triton" is a
                      kernel for NVIDIA, "mosaic_tpu" one for TPU. On CPU these two run in interpret mode.
 
     Returns x's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit.

@@ -1,7 +1,7 @@
 """grouped_dot for CPUs in numba. Imported only to compile.
 
-Neighbouring blocks of the same matrix are one run of rows, if no row between them is padding. A unit of work is a run
-and a block of outputs, and is computed as in `dot`. So a row has the same bits in any block, and as in `dot`.
+A run is neighbouring blocks of one matrix, with no padding between their rows. A unit of work is a run times a block
+of outputs, computed as in `dot`. So a row has the bits that `dot` gives it, in any block.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ def multiply(job, unit, scratch):
 
 @njit(**NATIVE)
 def list_runs(to, used, rows, matrix_of_block, rows_of_block, matrices):
-    """Write the runs of the first `used` blocks of `rows` rows to an address. Returns their number."""
+    """Store the runs of the first `used` blocks, of `rows` rows each, at `to`. Returns the number of runs."""
     runs, end, last = 0, -1, -1
     for block in range(used):
         # numbers out of range are clipped, as by XLA: they would crash the process
@@ -63,7 +63,7 @@ def list_runs(to, used, rows, matrix_of_block, rows_of_block, matrices):
 
 @njit(**NATIVE)
 def clear_other_rows(places, runs, all_rows, out, row_bytes):
-    """Set the results of all rows that are in no run to zero. places: address of the runs. out: of the results."""
+    """Zero the results of all rows that are in no run. places: address of the runs. out: address of the results."""
     end = 0
     for index in range(runs + 1):
         place = places + index * RUN_BYTES

@@ -1,7 +1,7 @@
 """grouped_dot for TPU in Pallas, lowered through Mosaic.
 
-Grid: (tiles of output columns, blocks). A program multiplies one block of rows [rows, in] with one tile [tile, in] of
-its matrix, and writes [rows, tile]. Pallas fetches the next tile during the product. Neighbouring blocks with the same
+Grid: (tiles of output columns, blocks). A program multiplies one block of rows [rows, in] by one tile [tile, in] of
+its matrix, and writes [rows, tile]. Pallas fetches the next tile during the matmul. Neighbouring blocks with the same
 matrix share the fetched tile.
 """
 
@@ -26,13 +26,13 @@ def grouped_dot(
     *,
     interpret: Any = False,
 ) -> Float[Array, "blocks rows out"]:
-    """As `pallas_kernels.grouped_dot` says. interpret: as in `paged_attention`'s kernel."""
+    """See `pallas_kernels.grouped_dot`. interpret: as in `paged_attention`'s kernel."""
     blocks, rows, width = x.shape
     out = weights.shape[1]
     tile = min(out, max(128, TILE_BYTES // (width * x.dtype.itemsize) // 128 * 128))
 
     def used(block: Array, used_ref: Ref) -> Array:
-        """The block itself, or the last used block if it is unused, so that unused blocks fetch nothing."""
+        """The block; the last used one if the block is unused, so that unused blocks fetch nothing."""
         return jnp.maximum(jnp.minimum(block, used_ref[0] - 1), 0)
 
     return pl.pallas_call(

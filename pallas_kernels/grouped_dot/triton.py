@@ -1,7 +1,6 @@
 """grouped_dot for NVIDIA in Pallas, lowered through Triton.
 
-Grid: (tiles of TILE_OUT output columns, blocks). A program computes one tile [rows, TILE_OUT] of one block's product.
-Its loop takes TILE_IN inputs at a time.
+Grid: (tiles of TILE_OUT output columns, blocks). A program sums one tile [rows, TILE_OUT], TILE_IN inputs at a time.
 """
 
 import functools
@@ -15,8 +14,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
-TILE_OUT, TILE_IN = 64, 64  # tile of a matrix: 8 KiB in bfloat16; not tuned on a card yet
-MIN_ROWS = 16               # fewest rows of a Triton product
+TILE_OUT, TILE_IN = 64, 64  # tile of a matrix: 8 KiB in bfloat16; not tuned on a GPU yet
+MIN_ROWS = 16               # fewest rows of a Triton matmul
 
 
 def grouped_dot(

@@ -19,7 +19,7 @@ IMPLEMENTATIONS = {
 
 def matching_write(attention: str) -> str:
     """The write implementation for an implementation of paged_attention: the same back end, or XLA."""
-    if attention in ("triton_small", "mosaic_prefill"):  # the writes have no tiles to shrink, and no prefill
+    if attention in ("triton_small", "mosaic_prefill"):  # the writes have neither tile sizes nor a prefill kernel
         return "triton"
     return attention if attention in IMPLEMENTATIONS else "xla"
 
@@ -40,8 +40,8 @@ def write_kv(
     slot_mapping:   int32, block * block_size + offset. Slots are distinct and below num_blocks * block_size; a negative
                     slot is padding. The values are not checked: a slot that is too large is dropped silently.
     implementation: "xla", "cpu" (a native kernel), "triton" (a kernel for NVIDIA), "mosaic_tpu" (a kernel for TPU), or
-                    None for the best one. "cpu" takes XLA operations for latent and 8-bit pages. On CPU the last two
-                    run in interpret mode.
+                    None for the best one. "cpu" uses XLA operations for latent and 8-bit pages. On CPU, "triton" and
+                    "mosaic_tpu" run in interpret mode.
 
     Under jit with donated pages the write is in place, without a copy of the pages.
     """

@@ -1,7 +1,4 @@
-"""write_kv for CPUs, and the call of the kernel in `write_qkv/cpu_kernel.py` that write_qkv shares.
-
-The kernel is called through XLA's foreign function interface.
-"""
+"""write_kv for CPUs: calls the kernel of `write_qkv/cpu_kernel.py`, as write_qkv does, through XLA's FFI."""
 
 import dataclasses
 from typing import Any
@@ -32,22 +29,17 @@ def write_kv(
     v: Float[Array, "tokens kv_heads head_dim"] | None,
     slot_mapping: Int[Array, " tokens"],
 ) -> KVPages:
-    """See `pallas_kernels.write_kv`. Latent pages, pages of 8 bits, and processors without the kernel, take a scatter.
-
-    A scatter into 16-bit pages converts all of them to float32 and back in JAX 0.10.
-    """
+    """See `pallas_kernels.write_kv`. Latent pages, 8-bit pages, and processors without the kernel use a scatter."""
     name = kernel().name
     if name is None or v is None or pages.dtype not in FLOATS:
+        # in JAX 0.10, a scatter into 16-bit pages converts all pages to float32 and back
         return pages.scatter(k, v, slot_mapping)
-    with_queries = jnp.stack([k, k, v], axis=2)  # the kernel needs a query head; what it returns for it is not used
+    with_queries = jnp.stack([k, k, v], axis=2)  # the kernel needs a query head; its result is unused
     return call_kernel(name, pages, with_queries, slot_mapping, None, None, None, None, None, norm_eps=0.0)[1]
 
 
 def _check(name: str) -> None:
-    """Compare the kernel with float64. Raises ValueError. Called while a program is traced.
-
-    In numpy: XLA's operations, one by one, take 2.5 s to compile.
-    """
+    """Compare the kernel with float64 at trace time. Raises ValueError. numpy: XLA operations take 2.5 s to compile."""
     rng = np.random.default_rng(0)
     slots = rng.permutation(32)[:11].astype(np.int32)
     slots[4] = -1  # padding
@@ -70,7 +62,7 @@ def _check(name: str) -> None:
 
 
 def _in_float64(qkv: np.ndarray, bias: np.ndarray, angles: np.ndarray, weight: float) -> np.ndarray:
-    """Bias, and for queries and keys norm and rotation of the first 2 * half numbers. Shape of qkv."""
+    """qkv plus bias. Queries and keys have norm, and rotation of the first 2 * half numbers."""
     out = qkv.astype(np.float64) + bias.astype(np.float64)
     x, half = out[:, :, :-1], angles.shape[1]
     x *= weight / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
@@ -84,7 +76,7 @@ def call_kernel(
     name: str, pages: KVPages, qkv: Any, slot_mapping: Any, bias: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any,
     *, norm_eps: float,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:  # fmt: skip
-    """The kernel as an operation. name: of `kernel`. Other arguments and results are those of `write_qkv`."""
+    """Call the kernel. name: of `kernel`. Other arguments and results are those of `write_qkv`."""
     tokens, kv_heads, lanes, head_dim = qkv.shape
     options = np.zeros(4, np.int32)
     options[KIND], options[PAGE_KIND] = KINDS[qkv.dtype], KINDS[pages.dtype]

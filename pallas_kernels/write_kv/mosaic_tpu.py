@@ -3,10 +3,10 @@
 A slab is the smallest part of a page that a TPU can copy (`_SLAB`), with the keys and values of all heads. Grid: (slabs
 with new tokens,). A program reads one slab, fills the slots of its new tokens, and writes the slab back in place. The
 tokens are sorted by slot, so each slab has exactly one program. Pallas fetches the next slab and writes the previous
-one back during the work on a slab.
+one back while the program works.
 
 int8 pages: the kernel computes the scales as well, and writes them into the page's scales. Programs of the same page
-run one after the other, and share the page's scales in fast memory.
+run one after the other, and share the page's scales in VMEM.
 """
 
 import functools
@@ -25,8 +25,8 @@ from pallas_kernels.platforms import refuse_tpu
 Ref = Any  # an array inside a kernel
 
 
-# Tokens of a slab by the bytes of a number: the rows of a tile of the pages in a TPU's memory, where 16 bits have tiles
-# of (8, 128) and 8 bits of (32, 128). Blocks are multiples of BLOCK tokens, the rows of a register.
+# By the bytes of a number. _SLAB: tokens of a slab, the rows of a memory tile: (8, 128) for 16 bits, (32, 128) for 8.
+# _BLOCK: block sizes must be multiples of it, the rows of a register.
 _SLAB, _BLOCK = {4: 8, 2: 8, 1: 32}, {4: 8, 2: 16, 1: 32}
 
 
@@ -92,7 +92,7 @@ def write_kv(
     own_tokens = pl.BlockSpec(  # indexed by token, not by blocks of `size` tokens
         tuple(pl.Element(n) for n in (size, 2, heads, head_dim)), lambda i, _, starts: (starts[i], 0, 0, 0)
     )
-    # without these constraints XLA copies all scales to fast memory and back, if they fit: see paged_attention
+    # without these constraints XLA copies all scales to VMEM and back, if they fit: see paged_attention
     out_type: Any = jax.ShapeDtypeStruct
     if not interpret:
         out_type = pltpu.HBM
@@ -120,8 +120,8 @@ def _kernel(slots_ref: Ref, starts_ref: Ref, new_ref: Ref, *refs: Ref, block_siz
     """One slab.
 
     new_ref: [size, 2, heads, head_dim] tokens; those of this slab come first.
-    refs:    the slab and, for int8, the page's scales [1, 2, heads, block_size]; the same as results; a slab of
-             float32, because in other types a single token cannot be stored.
+    refs:    the slab and, for int8, the page's scales [1, 2, heads, block_size]; the same as results; a float32
+             slab, because a single token cannot be stored in other types.
     """
     slab_ref, pages = refs[-1], refs[:-1]
     (old_ref, *old_scales), (out_ref, *scales) = pages[: len(pages) // 2], pages[len(pages) // 2 :]
@@ -130,7 +130,7 @@ def _kernel(slots_ref: Ref, starts_ref: Ref, new_ref: Ref, *refs: Ref, block_siz
     old, is_fp8 = old_ref[0], old_ref.dtype == FP8
     slab_ref[...] = (lax.bitcast_convert_type(old, jnp.int8) if is_fp8 else old).astype(jnp.float32)
     if scales:
-        # the results of the previous program, if it wrote to the same page, are not in the argument
+        # scales that the previous program wrote for this page are in the result, not in the argument
         page, page_before = (lax.div(slots_ref[starts_ref[n]], block_size) for n in (i, jnp.maximum(i - 1, 0)))
 
         @pl.when((i == 0) | (page != page_before))

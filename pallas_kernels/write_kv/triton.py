@@ -1,7 +1,6 @@
 """write_kv for NVIDIA in Pallas, lowered through Triton, and the parts that write_qkv shares.
 
-Grid: (tiles of TILE_TOKENS tokens, KV heads). A program stores the keys and values of one KV head of one tile of tokens
-in their slots, in place.
+Grid: (tiles of TILE_TOKENS tokens, KV heads). A program stores one tile's keys and values of one KV head, in place.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from pallas_kernels.kv_pages import FP8, INT8, KVPages, int8_scale, to_fp8, to_i
 from pallas_kernels.platforms import nvidia_capability, refuse_triton
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
-TILE_TOKENS = 16  # per program: enough bytes to hide its launch, and enough programs to fill a card at 64 tokens
+TILE_TOKENS = 16  # per program: enough bytes to hide its launch, and enough programs to fill a GPU at 64 tokens
 
 
 def refuse(device: Any, pages: KVPages) -> str | None:

@@ -1,7 +1,4 @@
-"""write_qkv: finishes the product of a layer's input with its q, k and v matrices, and stores k and v in the pages.
-
-`finish_qkv` stores nothing, and returns k and v.
-"""
+"""write_qkv: bias, norm and rotary embedding of a layer's q, k and v. Stores k and v; `finish_qkv` returns them."""
 
 import functools
 
@@ -14,7 +11,7 @@ from pallas_kernels.platforms import Implementation, choose, compiled_on, defaul
 from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
 from pallas_kernels.write_qkv import cpu, triton, xla
 
-# The implementations of write_kv, after the arithmetic in XLA operations. "triton" and "cpu" do both in one kernel.
+# Arithmetic in XLA operations, then an implementation of write_kv. "triton" and "cpu" do both in one kernel.
 IMPLEMENTATIONS = {
     name: Implementation(functools.partial(xla.write_qkv, write=write.call), write.refuse)
     for name, write in WRITES.items()
@@ -84,8 +81,8 @@ def finish_qkv(
 ]:
     """q, k and v, with the bits that `write_qkv` returns and stores. `write_kv` stores them.
 
-    For keys and values that other devices need too. Arguments and errors are those of `write_qkv`; `pages` are only
-    looked at. k and v have the dtype of `pages` if that is a float, else qkv's.
+    It is for keys and values that other devices need too. Arguments and errors as in `write_qkv`; `pages` do not
+    change. k and v have the dtype of `pages` if that is a float, else qkv's.
     """
     _check(pages, qkv, bias, cos, sin, q_norm, k_norm)
     norm_eps = expect_number("norm_eps", norm_eps)

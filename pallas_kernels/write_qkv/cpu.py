@@ -19,10 +19,7 @@ def write_qkv(
     *,
     norm_eps: float,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
-    """See `pallas_kernels.write_qkv`. Pages of 8 bits, and processors without the kernel, take XLA operations.
-
-    The queries of padding tokens are zero.
-    """
+    """See `pallas_kernels.write_qkv`. 8-bit pages, or no kernel: XLA operations. Queries of padding tokens are zero."""
     name = kernel().name
     arrays = (pages, qkv, slot_mapping, bias, cos, sin, q_norm, k_norm)
     if name is None or pages.dtype not in FLOATS:

@@ -1,7 +1,6 @@
 """write_qkv for CPUs in numba: bias, norm, rotary embedding and the write, in one pass. Imported only to compile.
 
-A unit of work is a few tokens with all their heads. Each row of numbers is computed in float32, and rounded where the
-reference rounds.
+A unit of work is 8 tokens with all their heads. A head is computed in float32, and rounded where the reference rounds.
 """
 
 import math
@@ -42,13 +41,13 @@ def option(job, index):
 
 @njit(**NATIVE)
 def scratch_bytes(job):
-    """Bytes of a thread's scratch: a row, another row, and a vector."""
+    """Bytes of a thread's scratch: two rows and a vector."""
     return 4 * (2 * round_up(load_int64(job + HEAD_DIM), LANES) + LANES)
 
 
 @njit(**NATIVE)
 def round_row(kind, row, other, count):
-    """Round float32 numbers to another type."""
+    """Round float32 numbers to another type, in place. other: scratch."""
     if kind != FLOAT32:
         narrow(kind, other, row, count, ONE)
         widen(kind, row, other, count, ONE)
@@ -69,7 +68,7 @@ def rotate(row, cos, sin, half):
 
 @njit(**NATIVE)
 def finish(job, token, head, lane, row, other):
-    """Compute a row of a token in float32: of one of the KV head's queries, its key, or its value."""
+    """Compute one row in float32: a query of the KV head, its key, or its value. other: scratch."""
     dim, lanes = load_int64(job + HEAD_DIM), load_int64(job + ROWS_A_HEAD)
     flags, kind = option(job, FLAGS), option(job, KIND)
     chunks = round_up(dim, LANES) // LANES
@@ -98,7 +97,7 @@ def finish(job, token, head, lane, row, other):
 
 @njit(**NATIVE)
 def write_token(job, token, scratch):
-    """Compute all rows of a token, and store them."""
+    """Compute and store all rows of a token."""
     dim, lanes, heads = load_int64(job + HEAD_DIM), load_int64(job + ROWS_A_HEAD), load_int64(job + KV_HEADS)
     kind, page_kind, size = option(job, KIND), option(job, PAGE_KIND), load_int64(job + BLOCK_SIZE)
     row, other = scratch, scratch + 4 * round_up(dim, LANES)

@@ -1,10 +1,10 @@
-"""write_qkv for NVIDIA in Pallas, lowered through Triton: bias, norm, rope and write in one pass over the product.
+"""write_qkv for NVIDIA in Pallas, lowered through Triton: bias, norm, rope and write in one pass.
 
 Grid: (tiles of TILE_TOKENS tokens, KV heads, q_per_kv + 2). A program handles one head (a query head, the key or the
 value of a KV head) of one tile of tokens. It writes queries to the output, and keys and values into the pages.
 
-A head is loaded as up to three pieces: the two halves that are rotated with each other, and the rest (partial rotary
-embedding, or no rope). This lowering can slice references only, not arrays, so a loaded head could not be split.
+A head is loaded as up to three pieces: the two halves that are rotated together, and the rest (partial rotary
+embedding, or no rope). Triton's lowering slices references, not arrays, so a loaded head could not be split.
 """
 
 import functools
