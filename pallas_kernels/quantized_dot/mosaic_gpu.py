@@ -79,7 +79,7 @@ def quantized_dot(
     out = plgpu.kernel(
         functools.partial(_kernel, inputs=weight.shape[-1], groups=weight.groups),
         out_type=jax.ShapeDtypeStruct((padded, outputs), dtype),
-        # rows vary fastest: their tiles for the same outputs run at the same time
+        # rows vary fastest: tiles of rows with the same outputs run at the same time
         grid=(outputs // OUTPUTS, padded // ROWS),
         grid_names=("outputs", "rows"),
         num_threads=3,

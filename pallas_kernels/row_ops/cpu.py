@@ -14,7 +14,7 @@ from pallas_kernels.platforms import refuse_cpu
 RMS_NORM, SILU_AND_MUL = range(2)
 OPTION_OPERATION, OPTION_KIND, OPTION_EPS = range(3)  # indices of the int32 options; EPS holds the bits of a float32
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-MULTIPLE = 16  # of row widths: whole vectors on every processor
+MULTIPLE = 16  # row widths are multiples of it: whole vectors on every processor
 KERNEL = "pallas_kernels.row_ops.cpu_kernel"
 
 

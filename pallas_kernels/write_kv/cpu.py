@@ -39,7 +39,7 @@ def write_kv(
 
 
 def _check(name: str) -> None:
-    """Compare the kernel with float64 at trace time. Raises ValueError. numpy: XLA operations take 2.5 s to compile."""
+    """Compare the kernel with float64 in numpy, at trace time. Raises ValueError. XLA would take 2.5 s to compile."""
     rng = np.random.default_rng(0)
     slots = rng.permutation(32)[:11].astype(np.int32)
     slots[4] = -1  # padding

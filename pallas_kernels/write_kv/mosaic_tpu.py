@@ -25,7 +25,7 @@ from pallas_kernels.platforms import refuse_tpu
 Ref = Any  # an array inside a kernel
 
 
-# By the bytes of a number. _SLAB: tokens of a slab, the rows of a memory tile: (8, 128) for 16 bits, (32, 128) for 8.
+# By the bytes of a number. _SLAB: tokens of a slab, the rows of a memory tile; (8, 128) with 16 bits, (32, 128) with 8.
 # _BLOCK: block sizes must be multiples of it, the rows of a register.
 _SLAB, _BLOCK = {4: 8, 2: 8, 1: 32}, {4: 8, 2: 16, 1: 32}
 
