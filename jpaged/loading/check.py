@@ -32,9 +32,9 @@ from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 
 NUM_TOKENS = 24  # more than the sliding windows of the tests' models; the answers of a 7B model take 18 MB
 
-# Largest difference that counts as rounding, as a share of the token's largest value. Float32 sums in another order
+# Largest difference that counts as rounding, as a share of the token's largest value. Another order of float32 sums
 # gave at most 7e-6 over all models of tests/golden, and 1e-5 after the 24 layers of a Qwen2 0.5B. Real errors are
-# larger: the demo model with 2e-5 instead of 1e-6 as its norms' epsilon is off by 6e-4 in its first layer.
+# larger: with a norm epsilon of 2e-5 instead of 1e-6, the demo model's first layer is off by 6e-4.
 TOLERANCE = 1e-4
 
 

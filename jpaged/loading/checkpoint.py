@@ -1,4 +1,4 @@
-"""A checkpoint folder: its JSON files, and its tensors, found in any shard."""
+"""A checkpoint folder: its JSON files, and its tensors in one or several shards."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from pallas_kernels import QuantizedWeight
 
 _SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_JSON = 32 << 20  # bytes. The index of 92,000 tensors (DeepSeek-V3) has 9 MB, Gemma 3's tokenizer_config.json 1.2 MB
+MAX_JSON = 32 << 20  # bytes. DeepSeek-V3's index of 92,000 tensors has 9 MB, Gemma 3's tokenizer_config.json 1.2 MB
 _MAX_NAME = 255  # bytes of a file's name, on common file systems
 CONVERTED = "jpaged.json"  # the manifest of a folder that `jpaged convert` wrote
 
@@ -136,8 +136,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception, its frames may still refer to views, and a map with views cannot be closed. Python
-        # closes it when the last view is gone.
+        # After an exception, its frames may still hold views, and a map with views cannot be closed. Python closes the
+        # map with its last view.
         if error is None:
             self.close()
 

@@ -1,7 +1,7 @@
-"""The tensors that a config.json alone calls for, as a source without files: `jpaged plan` counts them.
+"""Tensors that a config.json calls for, as a `TensorSource` without files, for `jpaged plan`.
 
-A config.json does not list the matrices that are quantised. Those are counted that the method's own libraries quantise:
-the matrices of the layers, except the routers and the modules that quantization_config excludes.
+A config.json does not list the quantised matrices. As in the quantisation libraries, these are the matrices of the
+layers, except routers and the modules that quantization_config excludes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ class DeclaredCheckpoint:
     num_bytes = 0
 
     def __init__(self, folder: Path, values: Mapping[str, Any], family: Family, spec: DecoderSpec):
-        """values: of config.json. Raises ModelLoadError for a quantization_config that is not supported."""
+        """values: config.json's. Raises ModelLoadError for a quantization_config that is not supported."""
         self.folder = folder
         method = method_of(values)
         self._is_mxfp4 = method == MXFP4
@@ -75,7 +75,7 @@ class DeclaredCheckpoint:
         return None
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:
-        """The packed tensor, of ShapeDtypeStructs; None: it is not packed."""
+        """The packed tensor, with ShapeDtypeStructs; None: it is not packed."""
         if name in self._fp4:
             return self._fp4[name]
         header = self._headers.get(name)
@@ -105,7 +105,7 @@ class DeclaredCheckpoint:
 
 
 def _check_groups(name: str, inputs: int, group: int) -> None:
-    """Refuse a matrix in fp4 whose inputs are not whole groups, as the reader of its file does."""
+    """Refuse a matrix in fp4 if its inputs do not fill whole groups. Loading its file would fail too."""
     if inputs % group:
         raise ModelLoadError(
             f"{Checkpoint.config_name} calls for {name} with {inputs} inputs, and its quantization_config for groups "

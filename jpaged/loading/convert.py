@@ -1,7 +1,7 @@
 """Converts a Hugging Face checkpoint to a folder with the engine's own parameter tree, and back.
 
-converted_folder.py describes the folder. Both directions write to a temporary folder next to `out` and rename it when
-it is complete. Both keep one leaf in memory at a time.
+converted_folder.py describes the folder. Both directions keep one leaf in memory at a time. They write to a temporary
+folder next to `out`, and rename it when it is complete.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ from jpaged.models.families.base import LeafTensors
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import leaf_dtype, param_shapes
 
-# With several devices, each device stores some columns of these leaves. A shard of rows is contiguous in a file. A
-# shard of columns is spread over the whole file, so these leaves are cut into files that are read one by one.
+# With several devices, each device stores some columns of these leaves. A shard of columns is spread over a whole file,
+# unlike a shard of rows, so these leaves are cut into files that are read one by one.
 _BY_COLUMNS, _PIECES = ("o", "down"), 8
 
 
@@ -54,14 +54,14 @@ class Written:
     folder: Path
     dtype: np.dtype
     num_bytes: int     # size of all files
-    same_files: bool   # convert: the original files can be restored bit for bit; export: they were
+    same_files: bool   # the original files can be restored bit for bit (convert), or were (export)
 
 
 def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None = None) -> Written:
     """Write a model as the folder that converted_folder.py describes.
 
     dtype: dtype of the arrays. auto keeps the checkpoint's own dtype, on CPU too.
-    Raises ModelLoadError for the model and RequestError for the other arguments. Nothing is written then.
+    Raises ModelLoadError for the model and RequestError for the other arguments, before anything is written.
     """
     if dtype != "auto" and dtype not in BY_NAME:
         raise RequestError("dtype", dtype, f"must be auto, {', '.join(BY_NAME)}")
@@ -73,15 +73,15 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
         family, config = family_of(values), CheckpointConfig(values)
         check_depth(config, len(list(checkpoint.names)))
         spec = family.spec(config)
-        if is_bare(family, checkpoint) and HEAD not in checkpoint:  # to embed with
+        if is_bare(family, checkpoint) and HEAD not in checkpoint:  # an embedding model
             spec = dataclasses.replace(spec, pools=True)
         plan = plan_weights(family, spec, family.constants(config), checkpoint)
         kind = checkpoint_dtype(config, checkpoint) if dtype == "auto" else BY_NAME[dtype]
         shapes = param_shapes(plan.spec, kind)
         total = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
         check_space(out, total + SPARE)
-        # The files can be restored only if no value changes. GGUF files and packed tensors stay unpacked, and other
-        # dtypes are rounded.
+        # The files can be restored only if no value changes. GGUF files and packed tensors are unpacked, and a change
+        # of dtype rounds.
         files = checkpoint.files if isinstance(checkpoint, Checkpoint) and main_dtype(checkpoint) == kind else []
         with complete_or_gone(out) as work:
             _write_small_files(path, values, work)
@@ -98,7 +98,7 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
 def export(model: str, out: Path) -> Written:
     """Write the Hugging Face files of a converted folder.
 
-    The files are bit for bit the original ones, unless the conversion changed the dtype: then they have the new dtype.
+    The files equal the original files bit for bit, unless the conversion changed the dtype, which they then have.
     """
     folder = find_model(model)
     check_out(out, folder)
@@ -149,9 +149,9 @@ def _new_leaves(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, on_
 
 
 def _held(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, *, exactly: bool) -> dict[str, str]:
-    """Map the tensors that the tree contains from their names in the files to their names in the family's table.
+    """Map the tensors in the tree from their names in the files to their names in the family's table.
 
-    exactly: leave out tensors whose dtype in the files differs from their leaf's dtype.
+    exactly: leave out tensors with a dtype in the files that differs from their leaf's dtype.
     """
     held = {}
     for leaf_plan in plan.leaves:
@@ -166,7 +166,7 @@ def _held(plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, *, exactl
 
 
 def _keep_rest(folder: Path, source: Path, files: Iterable[SafetensorsFile], held: Mapping[str, str]) -> None:
-    """Copy headers, the index, and the tensors that are not in the tree (those missing in `held`)."""
+    """Copy headers, the index, and the tensors that are not in the tree (not in `held`)."""
     if (source / INDEX).is_file():
         shutil.copyfile(source / INDEX, folder / INDEX)
     for file in files:
@@ -217,8 +217,7 @@ def _new_file(
 ) -> dict[str, list[str]]:
     """Create model.safetensors with its header and space for all tensors.
 
-    names: the source's names by the names of the family's table.
-    Returns the names in the file of each tensor, by its name in the family's table.
+    names: name in the family's table -> name in the source. Returns name in the family's table -> names in the file.
     """
     tensors = {}
     for leaf in leaves:
@@ -236,7 +235,7 @@ def _name(leaf: LeafTensors) -> str:
 
 
 def _write_small_files(source: Path, values: Mapping[str, Any], out: Path) -> None:
-    """Write config and tokenizer files: copies from a folder, or made from a GGUF file."""
+    """Write config and tokenizer files: copied from a folder, or generated from a GGUF file."""
     if source.is_dir():
         copy_small_files(source, out)
         return

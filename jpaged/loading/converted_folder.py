@@ -3,7 +3,7 @@
     OUT/config.json, generation_config.json, tokenizer files    unchanged
     OUT/params/       an Orbax checkpoint of the tree of `param_shapes` (orbax_tree.py)
     OUT/source/       the rest of the Hugging Face files: headers, the index, tensors that are not in the tree
-    OUT/jpaged.json   a Manifest; written last
+    OUT/jpaged.json   a Manifest, which is written last
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class ConvertedTree:
 
 
 def open_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
-    """Check a converted folder with `check_converted` and return its weights, which are loaded later."""
+    """Check a converted folder, and return its weights, which are loaded later. Raises as `check_converted`."""
     tree = check_converted(folder, spec, config)
     load = functools.partial(_load, folder / PARAMS, tree.spec)
     shapes = lambda dtype, quantizer: quantizer.finish(quantizer.shapes(param_shapes(tree.spec, dtype)))  # noqa: E731

@@ -24,13 +24,13 @@ _FORMAT_NAMES = {"BF16": BY_NAME["bfloat16"], "F16": BY_NAME["float16"], "F32": 
 
 
 def checkpoint_dtype(config: CheckpointConfig, checkpoint: TensorSource) -> np.dtype:
-    """The dtype in config.json (`dtype`, formerly `torch_dtype`). If it names none: `main_dtype`."""
+    """Return the dtype in config.json (`dtype`, formerly `torch_dtype`), else `main_dtype`."""
     named = config.get("dtype", "torch_dtype")
     return BY_NAME[named] if isinstance(named, str) and named in BY_NAME else main_dtype(checkpoint)
 
 
 def main_dtype(checkpoint: TensorSource) -> np.dtype:
-    """The dtype of the largest share of the weights' bytes."""
+    """Return the dtype that most of the weights' bytes have."""
     sizes = dict.fromkeys(_FORMAT_NAMES, 0)
     for name in checkpoint.names:
         entry = checkpoint.entry(name)
@@ -44,8 +44,8 @@ def resolve_dtype(
 ) -> np.dtype:
     """Choose the dtype of the weights: the requested one, or for "auto" the checkpoint's (float32 if unknown).
 
-    On CPU before JAX 0.11, auto stores 16-bit weights as float32, and logs why, if a product needs XLA.
-    platform: platform of the device that the weights are for; None: JAX's default.
+    On CPU before JAX 0.11, auto stores 16-bit weights as float32, and logs why, if a matmul needs XLA.
+    platform: platform of the weights' device; None: JAX's default.
     Raises RequestError for an unknown dtype.
     """
     if requested != "auto":
@@ -57,7 +57,7 @@ def resolve_dtype(
     is_slow = checkpoint.itemsize == 2 and (platform or jax.default_backend()) == "cpu"
     if is_slow and jax.__version_info__ < (0, 11) and not has_native_matmul(spec, checkpoint):
         logger.info(
-            "dtype=auto: the checkpoint's %s weights are held in float32, because JAX %s on CPU converts every 16-bit "
+            "dtype=auto: the checkpoint's %s weights become float32, because JAX %s on CPU converts every 16-bit "
             "matrix to float32 at every step, about five times slower. JAX 0.11 (Python 3.12) keeps their dtype. "
             "So do native kernels (numba), for bfloat16 models without experts.",
             checkpoint.name, jax.__version__,

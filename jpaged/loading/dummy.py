@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint's, with `load_format="dummy"`: to measure a model that is not downloaded."""
+"""Random weights instead of a checkpoint's, for `load_format="dummy"`: to measure a model without its files."""
 
 import functools
 import math
@@ -13,11 +13,11 @@ from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.quantization import LeafPlacer
 from jpaged.models.spec import DecoderSpec, Params, param_shapes
 
-RANGE = 1e-3  # weights are uniform between -RANGE and RANGE, as vLLM's
+RANGE = 1e-3  # weights are uniform between -RANGE and RANGE, as in vLLM
 
 
 def dummy_weights(spec: DecoderSpec, config: CheckpointConfig) -> StoredWeights:
-    """Return weights that are drawn on the device when they are loaded, one leaf at a time."""
+    """Return weights that are drawn on the device at load time, one leaf at a time."""
     named = config.get("dtype", "torch_dtype")
     dtype = BY_NAME.get(named) if isinstance(named, str) else None
     leaves = jax.tree.leaves(param_shapes(spec, dtype or np.float32))

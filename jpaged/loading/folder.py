@@ -1,4 +1,4 @@
-"""Writes a model's folder: checks before the work, a temporary folder until it is complete, and its files."""
+"""Writes a model's folder: checks its path and disk space, fills a temporary folder, and renames it when complete."""
 
 import contextlib
 import fnmatch
@@ -16,7 +16,7 @@ from jpaged.errors import RequestError
 from jpaged.loading.hub import MODEL_FILES, PARTIAL, POOLING, TOKENIZER_FILES
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
 
-SPARE = 1 << 20  # bytes for the files other than arrays
+SPARE = 1 << 20  # bytes for files other than arrays
 _CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
 
 
@@ -83,7 +83,7 @@ def create_safetensors(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[i
 
 
 class TensorWriter:
-    """Safetensors files of a folder, opened to write tensors. Their headers exist."""
+    """Writes tensors to the safetensors files of a folder, which have their headers already."""
 
     def __init__(self, folder: Path):
         self._place = {}

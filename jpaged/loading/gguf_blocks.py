@@ -1,7 +1,7 @@
 """Unpacks ggml's quantised blocks into a `QuantizedWeight` on the host, without dequantising them.
 
-A block has 32 weights, or 256 in the types whose names end in K. These have groups of 16 or 32 with small integer
-scales, and one half-precision factor for all scales of the block. In memory, in the layout "plain":
+A block has 32 weights. In types with names that end in K, a block has 256 weights, in groups of 16 or 32 with small
+integer scales, and one half-precision factor for all its scales. In memory, in the layout "plain":
 
 | type | codes                    | group | scales         | mins           | file, bits a weight |
 |------|--------------------------|-------|----------------|----------------|---------------------|
@@ -14,7 +14,7 @@ scales, and one half-precision factor for all scales of the block. In memory, in
 | Q5_K | int8 0 to 31             | 32    | uint8, float32 | uint8, float32 | 5.5                 |
 | Q6_K | int8 -32 to 31           | 16    | int8, float32  |                | 6.5625              |
 
-"uint8, float32": integers of each group, and factors of each block.
+"uint8, float32": an integer for each group, and a factor for each block.
 """
 
 import dataclasses
@@ -72,9 +72,8 @@ def quantized(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> QuantizedWe
     shape: [..., out, in], of the weights. All axes but the last have `rows` entries.
 
     `dequantize` of the result in float32, outside jit, has the bits of `gguf.quants.dequantize`, except for the sign
-    of zeros. Both multiply scale and factor first, and then the code by that product. With another order the last bit
-    can differ. A compiled program may fuse the product with the subtraction of the minimum, and round once, not twice.
-
+    of zeros. Both multiply scale and factor first, then the code; another order may change the last bit. A compiled
+    program may fuse the product with the subtraction of the minimum, and round once instead of twice.
     Raises ValueError for a block with a factor that is NaN or infinite.
     """
     if (known := _TYPES.get(kind)) is None:
@@ -100,7 +99,7 @@ def quantized_shape(kind: str, shape: tuple[int, ...]) -> QuantizedWeight | None
 
 
 def _weight(known: _BlockType, shape: tuple[int, ...], make: Callable[..., Any]) -> QuantizedWeight:
-    """A weight with the arrays that make(shape, dtype) returns."""
+    """Return a weight with arrays from make(shape, dtype)."""
     *out, inputs = shape
     groups, blocks = (*out, inputs // known.group), (*out, inputs // known.weights)
     has_mins = known.mins is not None
@@ -121,7 +120,7 @@ def _weight(known: _BlockType, shape: tuple[int, ...], make: Callable[..., Any])
 
 
 def _part(weight: QuantizedWeight, start: int, count: int, blocks: int) -> _Part:
-    """The arrays of `count` blocks from `start`, of `blocks`."""
+    """Return views for `count` blocks from block `start`. blocks: number of blocks of the whole weight."""
     arrays = (weight.codes, weight.scales, weight.outer, weight.mins, weight.outer_mins)
     return _Part(*(_NONE if array is None else array.reshape(blocks, -1)[start : start + count] for array in arrays))
 
@@ -132,7 +131,7 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray, codes: np.ndarray, size: int) -> None:
-    """Write 4-bit codes, one a byte. Of `size` bytes, the low halves are `size` codes, and the high halves the next."""
+    """Write 4-bit codes, one per byte. `size` bytes have `size` codes in the low halves, the next in the high halves."""
     parts = packed.reshape(len(packed), -1, size)
     wide = codes.view(np.uint8).reshape(len(packed), -1, 2, size)
     np.bitwise_and(parts, 15, out=wide[:, :, 0])
@@ -168,7 +167,7 @@ def _q5_1(blocks: np.ndarray, part: _Part) -> None:
 
 
 def _five_bits(packed: np.ndarray, codes: np.ndarray) -> None:
-    """Write the codes of 4 bytes with their fifth bits, in order, and 16 bytes with the others."""
+    """Write 5-bit codes: 4 bytes have the codes' fifth bits, in order, and the next 16 bytes the low four bits."""
     _nibbles(packed[:, 4:], codes, 16)
     codes |= (np.unpackbits(packed[:, :4], axis=1, bitorder="little") << 4).view(np.int8)
 
@@ -182,7 +181,7 @@ def _q5_k(blocks: np.ndarray, part: _Part) -> None:
     _scales_and_mins(blocks, part)
     _nibbles(blocks[:, 48:], part.codes, 32)
     fifth, by_group = blocks[:, 16:48], part.codes.view(np.uint8).reshape(-1, 8, 32)
-    for group in range(8):  # bit `group` of byte i is of weight i of the group
+    for group in range(8):  # bit `group` of byte i belongs to weight i of the group
         by_group[:, group] |= (fifth >> group & 1) << 4
 
 

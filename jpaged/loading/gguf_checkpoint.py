@@ -1,10 +1,10 @@
 """A GGUF file as a checkpoint: its tensors have Hugging Face's names and order of rows.
 
-llama.cpp's converter made three changes, which are undone when a tensor is read. Query and key rows of llama are
-ordered for interleaved rotary embedding. Gemma's norms have 1 added. The experts of a layer are one tensor.
+Reading a tensor undoes three changes of llama.cpp's converter. Query and key rows of llama are ordered for interleaved
+rotary embedding. Gemma's norms have 1 added. The experts of a layer are one tensor.
 
 `quantized` unpacks tensors of common quantised types and keeps their codes (gguf_blocks.py). `array` dequantises all
-types to float32 in numpy, one tensor at a time. One core does 160 to 330 million weights a second (Q8_0, Q4_0, Q4_K,
+types to float32 in numpy, one tensor at a time, at 160 to 330 million weights per second and core (Q8_0, Q4_0, Q4_K,
 Q5_K, Q6_K; docs/decisions.md). A model of 8 billion weights in Q4_K takes about 40 s.
 """
 
@@ -75,8 +75,7 @@ class _Tensor:
 class GgufCheckpoint:
     """All tensors of a GGUF model in one or several files, by Hugging Face's names. A context manager.
 
-    It has the interface of `checkpoint.Checkpoint`, and `config`: the values of the config.json that the model would
-    have as a Hugging Face checkpoint.
+    It has the interface of `checkpoint.Checkpoint`. `config` has the values of an equivalent config.json.
     """
 
     config_name = "the file's metadata"
@@ -86,7 +85,7 @@ class GgufCheckpoint:
         self.folder = path
         self._files: list[GgufFile] = []
         self._tensors: dict[str, _Tensor] = {}
-        self._has_logged = False  # the types that `quantized` leaves to `array`
+        self._has_logged = False  # True once the types that only `array` reads are logged
         try:
             self._open(path)
         except BaseException:
@@ -144,8 +143,8 @@ class GgufCheckpoint:
     def quantized(self, name: str) -> QuantizedWeight | None:
         """Return a tensor without dequantising it: numpy arrays, in the layout "plain".
 
-        None: the tensor is not quantised, is a vector, or has a type that only `array` reads. The first such type
-        is logged with all others of the file. Raises ModelLoadError for a block with a factor that is NaN or infinite.
+        None: the tensor is not quantised, is a vector, or has a type that only `array` reads. These types are logged
+        once per file. Raises ModelLoadError for a block with a factor that is NaN or infinite.
         """
         kind = self._quantized_type(name)
         if kind is None:
@@ -210,7 +209,7 @@ class GgufCheckpoint:
                         self._tensors[tensor.entry.name] = tensor
 
     def _divisors(self, entry: TensorEntry) -> np.ndarray:
-        """A tensor that divides the rotary frequencies, float32. Raises ModelLoadError for a factor not above 0."""
+        """Return divisors of the rotary frequencies, float32. Raises ModelLoadError for a factor not above 0."""
         file = next(file for file in self._files if entry.name in file.entries)
         if entry.dtype not in PLAIN:
             raise ModelLoadError(
@@ -226,7 +225,7 @@ class GgufCheckpoint:
         return found
 
     def _open_parts(self, path: Path, count: int) -> None:
-        """Open all parts of a model instead of the named one. The first part has the metadata."""
+        """Open all parts of a split model. The first part has the metadata."""
         self.close()
         self._files.clear()
         match = _PART.fullmatch(path.name)
@@ -245,7 +244,7 @@ class GgufCheckpoint:
             raise ModelLoadError(f"{path}: split.tensors.count={wanted}, but the {count} files have {found} tensors")
 
     def _tensors_of(self, file: GgufFile, entry: TensorEntry) -> Iterable[_Tensor]:
-        """The Hugging Face tensors in a tensor of the file: one, or one per expert. An unknown name is kept."""
+        """Yield the Hugging Face tensors in a tensor of the file: one, or one per expert. An unknown name is kept."""
         dtype = entry.dtype if entry.dtype in PLAIN else "F32"
         if (match := _ALL_EXPERTS.fullmatch(entry.name)) and len(entry.shape) == 3:
             experts, *shape = entry.shape
@@ -259,7 +258,7 @@ class GgufCheckpoint:
         yield _Tensor(dataclasses.replace(entry, name=name, dtype=dtype), file, entry.name)
 
     def _name_of(self, source: str) -> str:
-        """Hugging Face's name of a tensor of the file, or the unchanged name if there is none."""
+        """Return Hugging Face's name of a tensor of the file, or the unchanged name if there is none."""
         stem, _, kind = source.rpartition(".")
         if stem in _TOP:
             return f"{_TOP[stem]}.{kind}"
@@ -270,7 +269,7 @@ class GgufCheckpoint:
         return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}" if match and match[2] in names else source
 
     def _source_of(self, name: str) -> str:
-        """The name in a GGUF file of a tensor of the Hugging Face model, for errors about missing tensors."""
+        """Return the GGUF name of a Hugging Face tensor, for errors about missing tensors."""
         stem, _, kind = name.rpartition(".")
         for source, known in _TOP.items():
             if stem == known:
@@ -285,7 +284,7 @@ class GgufCheckpoint:
         return name
 
     def _quantized_type(self, name: str) -> str | None:
-        """ggml's name of the type of a quantised matrix. None for plain types and for vectors, such as norms."""
+        """Return ggml's type name of a quantised matrix; None for plain types, and for vectors such as norms."""
         tensor = self._tensors[name]
         kind = tensor.file.entries[tensor.source].dtype
         return None if kind in PLAIN or len(tensor.entry.shape) < 2 else kind
@@ -313,7 +312,7 @@ class GgufCheckpoint:
         return _LAYER | _LAYER_OF.get(self._architecture, {})
 
     def _permuted_heads(self, name: str) -> int:
-        """Number of heads in a tensor whose rows the converter reordered within each head; 0 for other tensors."""
+        """Return the number of heads if the converter has reordered the tensor's rows within each head, else 0."""
         if self._architecture != "llama":
             return 0
         if ".self_attn.q_proj." in name:

@@ -1,7 +1,7 @@
 """Converts the metadata of a GGUF file to the values of a Hugging Face config.json, which the families can read.
 
 Every key of the architecture is used, known to change nothing, or refused by name. gguf's constants.py lists the keys.
-Their meaning follows llama.cpp and its converter (conversion/*.py).
+Keys have the meaning that llama.cpp and its converter (conversion/*.py) give them.
 """
 
 import math
@@ -67,7 +67,7 @@ def hugging_face_config(
 
 
 class _Reader:
-    """Reads the keys of the architecture, and remembers which were read: all others are refused at the end."""
+    """Reads the keys of the architecture, and finally refuses keys that were not read."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Mapping[str, TensorEntry]):
         self._path = path
@@ -133,7 +133,7 @@ class _Reader:
         return values | self._ends(values["vocab_size"])
 
     def _finish_rope(self, values: dict[str, Any], divisors: Mapping[str, np.ndarray]) -> None:
-        """Add the share of rotated dimensions and the scaling of Llama 3.1 to `values`, which has all other values."""
+        """Add the share of rotated dimensions and the scaling of Llama 3.1 to `values`."""
         rotary = self._integer("rope.dimension_count", values["head_dim"])
         if rotary != values["head_dim"]:
             if self._architecture != "phi3":
@@ -159,8 +159,8 @@ class _Reader:
     def _gemma2(self, hidden: int, heads: int, layers: int, head_dim: int) -> dict[str, Any]:
         """Return the values that only Gemma 2 has.
 
-        The scale of queries is not in the file. Like llama.cpp, recognise the 27B model by its number of layers: its
-        heads are narrower than hidden_size / num_heads.
+        The file lacks the scale of queries. Like llama.cpp, recognise the 27B model, whose heads are narrower than
+        hidden_size / num_heads, by its number of layers.
         """
         return {
             "sliding_window": self._integer("attention.sliding_window", 4096),
@@ -192,7 +192,7 @@ class _Reader:
         return scaling
 
     def _longrope(self, divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Phi-3's scaling: two tensors of factors, and one key that the converter made, the factor of cos and sin."""
+        """Return Phi-3's scaling: two tensors of factors, and the converter's key for the factor of cos and sin."""
         if SHORT_FACTORS not in divisors:
             raise ModelLoadError(
                 f"{self._path}: tensor {LONG_FACTORS} has no tensor {SHORT_FACTORS} with it: use another conversion"
@@ -236,7 +236,7 @@ class _Reader:
         }  # fmt: skip
 
     def _ends(self, vocab_size: int) -> dict[str, Any]:
-        """Ids of special tokens: from the keys, and from the texts of tokens that end a turn."""
+        """Return the ids of special tokens, from the keys and from the texts of tokens that end a turn."""
         tokens, types = self._metadata.get("tokenizer.ggml.tokens"), self._metadata.get("tokenizer.ggml.token_type")
         if not isinstance(tokens, list):
             tokens = []
@@ -284,7 +284,7 @@ class _Reader:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._wrong(name, value, "a finite number")
-        # Return 1e-05, not 9.999999747378752e-06: the shortest number with this float32 value.
+        # The shortest number with this float32 value: 1e-05, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if value == np.float32(value) else float(value)
 
     def _wrong(self, name: str, value: Any, wanted: str) -> ModelLoadError:

@@ -6,8 +6,8 @@ Format (ggml's docs/gguf.md, versions 2 and 3), all little-endian:
 3. For every tensor its name, dimensions (the fastest first), type and offset.
 4. Padding, then the data.
 
-The header is parsed here, because `gguf.GGUFReader` makes a numpy array of every string. For 150,000 tokens and
-150,000 merges it took 5.9 s, and this parser 0.08 s (docs/decisions.md).
+`gguf.GGUFReader` makes a numpy array of every string. For 150,000 tokens and 150,000 merges it took 5.9 s, and the
+parser in this file 0.08 s (docs/decisions.md).
 
 Imported late: gguf, which only .gguf files need.
 """
@@ -48,7 +48,7 @@ class GgufFile(MappedFile):
     """
 
     def __init__(self, path: Path):
-        """Read and check the header. Raises ModelLoadError that names the file, the tensor or key, and what to do."""
+        """Read and check the header. Raises ModelLoadError with the file, the tensor or key, and the remedy."""
         super().__init__(path)
         try:
             if self.size < 24:
@@ -157,10 +157,10 @@ class GgufFile(MappedFile):
         return TensorEntry(name, kind.name, shape, begin, begin + math.prod(shape) // block * size)
 
     def _placed(self, entries: list[TensorEntry]) -> dict[str, TensorEntry]:
-        """Move entries to positions in the file. Check that they are inside the file.
+        """Convert the entries' offsets to positions in the file, and check them.
 
-        As ggml wants it, each tensor begins where the one before it in the header ends, rounded up to the alignment.
-        Other offsets would read the numbers of another tensor.
+        As in ggml, each tensor must begin where the previous one ends, rounded up to the alignment. Other offsets would
+        read another tensor's numbers.
         """
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):

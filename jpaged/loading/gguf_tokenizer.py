@@ -1,8 +1,7 @@
 """Builds the tokenizer of a GGUF file from the keys tokenizer.*. It gives the same ids as the original tokenizer.
 
 There are two kinds:
-- "gpt2": byte-level BPE. tokenizer.ggml.pre names the way to split text; llama.cpp's src/llama-vocab.cpp defines the
-  names.
+- "gpt2": byte-level BPE. tokenizer.ggml.pre names the split of text; llama.cpp's src/llama-vocab.cpp defines the names.
 - "llama": SentencePiece's BPE. The pair with the best score is merged first. Text that no piece covers becomes bytes.
 
 Imported late: Transformers, which takes seconds.
@@ -155,12 +154,12 @@ class _Keys:
         return value
 
     def special(self, name: str) -> str | None:
-        """The text of a special token; None if the file names none, or an id without a token."""
+        """The text of a special token; None if the file has no such key, or its id has no token."""
         number = self._values.get(f"{name}_token_id")
         return self.tokens[number] if isinstance(number, int) and 0 <= number < len(self.tokens) else None
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """Pairs to merge, the first one first; None if the file has no merges."""
+        """Pairs to merge, by priority; None if the file has no merges."""
         if "merges" not in self._values:
             return None
         merges = self._texts("merges")
@@ -175,7 +174,7 @@ class _Keys:
 
     def added(self, *types: int) -> list[AddedToken]:
         """Tokens of these types. The tokenizer finds them in the text before any other step."""
-        # All but three of Phi-3's tokens include the space that follows them. Its tokenizer.json says so; no key does.
+        # All but three of Phi-3's tokens include the space after them, according to its tokenizer.json. No key says so.
         strip = self.architecture == "phi3" and self.kind == "llama"
         return [
             AddedToken(
@@ -258,7 +257,7 @@ def _sentencepiece(keys: _Keys) -> Tokenizer:
 
 
 def _merges_by_score(keys: _Keys) -> list[tuple[str, str]]:
-    """Every pair of pieces whose concatenation is a piece, sorted by its score; ties in the order of the file."""
+    """Return all pairs of pieces that join to a piece, by that piece's score; ties in the order of the file."""
     scores = keys.scores()
     pieces = {token: i for token, i in keys.vocab.items() if keys.types[i] == _NORMAL}
     found = []

@@ -23,20 +23,19 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZER_FILES = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
-POOLING = "1_Pooling/config.json"  # Sentence Transformers' file on how a model pools
+POOLING = "1_Pooling/config.json"  # Sentence Transformers' file with the pooling mode
 CONFIG = "config.json"
 MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING)
 # Sub-folders with other formats, and files that repeat the weights under other names.
 _UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 
-PARTIAL = ".partial"  # end of the name of a folder that is being written
+PARTIAL = ".partial"  # suffix of a folder that is being written
 
 
 def find_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder or the GGUF file of a model. A hub id is fetched first, to `download_dir` or the hub's cache.
 
-    For a folder without config.json and with one GGUF model, the GGUF file is returned.
-    Raises ModelLoadError that says what to do.
+    For a folder without config.json and with one GGUF model, the GGUF file is returned. Raises ModelLoadError.
     """
     if model == DEMO:
         folder = Path(__file__).parent.parent / "demo_model"
@@ -56,7 +55,7 @@ def find_model(model: str, revision: str | None = None, download_dir: str | None
 def find_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the folder of a model, its GGUF file, or the config.json that `model` names.
 
-    If `model` is a hub id, only its config.json is fetched. Raises ModelLoadError that says what to do.
+    If `model` is a hub id, only its config.json is fetched. Raises ModelLoadError.
     """
     path = Path(model).expanduser()
     if path.name == CONFIG and path.is_file():
@@ -132,8 +131,7 @@ def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...], download_
         raise ModelLoadError(f"{repo}: the model on the hub has no revision {revision!r}") from None
     except errors.LocalEntryNotFoundError as error:
         cache = download_dir or huggingface_hub.constants.HF_HUB_CACHE
-        # A snapshot that another program fetched may lack files. Missing files that jpaged needs are reported by name
-        # when the folder is opened.
+        # A snapshot that another program fetched may lack files. Opening the folder reports missing files by name.
         if snapshot := getattr(error, "snapshot_path", None):
             logger.warning("%s: the hub cannot be reached, and its cached snapshot lacks files; trying it", repo)
             return Path(snapshot)

@@ -20,10 +20,10 @@ _LARGEST = np.finfo(np.float32).max / np.float32(ml_dtypes.finfo(ml_dtypes.float
 
 
 def read_kv_scales(checkpoint: TensorSource, spec: DecoderSpec) -> KVScales | None:
-    """The scales in a checkpoint: one number a layer, or one a KV head. None: the checkpoint has none.
+    """Return a checkpoint's scales, one per layer or one per KV head; None: the checkpoint has none.
 
-    Raises ModelLoadError, which names the tensor, for a missing one, two of one layer, a wrong dtype or shape, or a
-    scale that is not above 0, or makes keys infinite.
+    Raises ModelLoadError for a missing scale, two scales of one layer, a wrong dtype or shape, and a scale that is not
+    above 0 or makes keys infinite. It names the tensor.
     """
     names: dict[tuple[int, str], str] = {}
     for name in checkpoint.names:
@@ -32,8 +32,8 @@ def read_kv_scales(checkpoint: TensorSource, spec: DecoderSpec) -> KVScales | No
         layer, kind = int(match[1]), match["kind"] or match["of"]
         if (before := names.setdefault((layer, kind), name)) != name:
             raise ModelLoadError(
-                f"{checkpoint.path(name)}: {before} and {name} are both the scale of {kind} in layer {layer}: one must "
-                "go, or use another checkpoint of the model"
+                f"{checkpoint.path(name)}: {before} and {name} are both the scale of {kind} in layer {layer}: remove "
+                "one, or use another checkpoint of the model"
             )
     if not names:
         return None

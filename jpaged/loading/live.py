@@ -42,13 +42,11 @@ def config_values(model_config: Any) -> dict[str, Any]:
 def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = None) -> LiveParams:
     """Check a tree of JAX arrays against the spec. Returns the caller's arrays, not copies.
 
-    Accepted are the tree of `param_shapes(spec, dtype)`, and these differences from it:
-    - separate leaves for q, k, v ("q" [heads * head_dim, in], …) and for gate, up ([intermediate, in]);
-    - matrices stored [out, in] or [in, out].
-
-    The orientation is found from the shapes. Square matrices of a layer have the orientation of its other matrices.
-    If the shapes do not determine the orientation, the caller must pass `layout`.
-    Raises ModelLoadError that names the leaf, and RequestError for a layout that transposes other leaves than matrices.
+    params: the tree of `param_shapes(spec, dtype)`. q, k, v ("q" [heads * head_dim, in], …) and gate, up
+        ([intermediate, in]) may be separate leaves. Matrices may be stored [out, in] or [in, out].
+    layout: None: detected. Shapes show the orientation. A square matrix has that of its layer's other matrices. If the
+        shapes do not determine the orientation, the caller must pass `layout`.
+    Raises ModelLoadError that names the leaf, and RequestError for a layout that transposes leaves other than matrices.
     """
     if layout is not None:
         _check_layout(layout)
@@ -134,7 +132,7 @@ def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np
 
 
 def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> WeightLayout:
-    """Find the layout from names and shapes of leaves. Reads the first layer only: all layers must have one layout."""
+    """Detect the layout from names and shapes in the first layer. All layers must have the same layout."""
     first = layers[0] if layers else {}
     plain = WeightLayout(split_qkv="q" in first, split_gate_up="gate" in first)
     expected = layout_shapes(spec, np.float32, plain)

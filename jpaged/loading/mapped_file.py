@@ -7,7 +7,7 @@ from jpaged.errors import ModelLoadError
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> None:
-    """Raise ModelLoadError for a path that no reader should open: not a regular file, or larger than `max_bytes`."""
+    """Raise ModelLoadError if a path is not a regular file, or larger than `max_bytes`."""
     if path.exists() and not path.is_file():
         raise ModelLoadError(f"{path}: is not a regular file")  # opening a FIFO would wait for a writer
     if max_bytes is not None and path.stat().st_size > max_bytes:

@@ -51,7 +51,7 @@ class LoadedModel:
     """A loaded model: everything that an engine needs."""
 
     spec: DecoderSpec
-    # on the device: the tree of `param_shapes(spec, dtype)`, in `layout`. Matrices may be a QuantizedWeight
+    # on the device: the tree of `param_shapes(spec, dtype)`, in `layout`. A matrix may be a QuantizedWeight
     params: dict[str, Any]
     layout: WeightLayout               # differences between live arrays and that tree
     dtype: np.dtype                    # dtype of params
@@ -79,12 +79,12 @@ def load_model(
 
     params:       live arrays, used without a copy: the tree of `param_shapes`. q, k, v and gate, up may be separate
                   leaves, and matrices may be [in, out]. None: load the checkpoint.
-    model_config: config of the live arrays: a DecoderSpec, a Hugging Face config, or its dictionary.
-                  None: `config.json` of `config.model`.
-    layout:       layout of the live arrays. None: found from their names and shapes.
+    model_config: DecoderSpec, Hugging Face config or its dictionary, for live arrays. None: config.json of
+                  `config.model`.
+    layout:       layout of the live arrays. None: detected from their names and shapes.
     check:        called with the spec and the tree of weights, as ShapeDtypeStructs, before any weight is on the
                   device. It raises an error if the model must not be loaded.
-    Raises ModelLoadError that names the file, the tensor and what to do, before device memory is allocated.
+    Raises ModelLoadError with the file, the tensor and the remedy, before device memory is allocated.
     """
     if params is None:
         return _from_checkpoint(config, check)
@@ -128,7 +128,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
 
 
 def checkpoint_fingerprint(config: EngineConfig) -> str:
-    """SHA-256 of a checkpoint's config.json, and of the names and sizes of its files: for comparison between machines.
+    """Hash a checkpoint's config.json and its files' names and sizes, to compare machines: 16 hex digits of a SHA-256.
 
     Raises ModelLoadError if there is no such model.
     """
@@ -148,27 +148,21 @@ def quantizer_of(config: EngineConfig, platform: str) -> Quantizer:
 
 
 def check_deterministic(config: EngineConfig, found: str | None, dtype: np.dtype, platform: str) -> None:
-    """Raise ModelLoadError if `deterministic` is asked of a model that it cannot be promised for.
-
-    found: format of the checkpoint's quantised weights; None: there are none.
-    """
+    """Raise ModelLoadError for `deterministic` with an unsupported model. found: format of its quantised weights."""
     if not config.deterministic:
         return
     how = config.quantization or found
     if how is not None:
-        raise ModelLoadError(f"deterministic=True needs weights that are not quantised, and these are ({how})")
+        raise ModelLoadError(f"deterministic=True needs weights that are not quantised, but these are ({how})")
     if dtype != np.float32 or platform != "cpu":
         raise ModelLoadError(
-            f"deterministic=True is for float32 on CPU, and the model is {dtype.name} on {platform}: "
+            f"deterministic=True needs float32 on CPU, but the model is {dtype.name} on {platform}: "
             "add dtype='float32' on a CPU, or leave it out"
         )
 
 
 def check_quantization(config: EngineConfig, found: str | None) -> None:
-    """Refuse an option that does not fit the checkpoint. found: format of its quantised weights; None: there are none.
-
-    Raises ModelLoadError.
-    """
+    """Raise ModelLoadError for a `quantization` that the checkpoint contradicts. found: its format; None: dense."""
     wanted = config.quantization
     if wanted is None or wanted == found or (found is None and wanted in SCHEMES):
         return
@@ -196,13 +190,13 @@ def _find(config: EngineConfig) -> Path:
 
 
 def _overridden(values: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
-    """Return the values of config.json with those of `hf_overrides` in their place."""
+    """Return the values of config.json, replaced by `hf_overrides`."""
     return values | dict(config.hf_overrides or {})
 
 
 @contextlib.contextmanager
 def open_weights(config: EngineConfig, path: Path) -> Iterator[tuple[dict[str, Any], StoredWeights]]:
-    """Open a folder or a GGUF file. Yields the values of config.json and the checked weights, not loaded yet."""
+    """Open a folder or a GGUF file. Yields the values of config.json and the weights, checked but not loaded."""
     if config.load_format == "dummy":
         values = _overridden(_config_of(path), config)
         _log_remote_code(config, values, path)
@@ -246,7 +240,7 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
 
 
 def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:
-    """Return the spec for `EngineConfig.runner`. Raises ModelLoadError if the model cannot do what is asked."""
+    """Return the spec for `EngineConfig.runner`. Raises ModelLoadError if the model does not support the runner."""
     if runner == "generate" and spec.pools:
         raise ModelLoadError(
             "runner='generate': the model is a sequence classifier and has no lm_head: leave runner out"
@@ -302,7 +296,7 @@ def _from_live(
 
 
 def _check_pooling(folder: Path) -> None:
-    """Refuse a model that Sentence Transformers does not pool by the last token. Raises ModelLoadError."""
+    """Raise ModelLoadError for a model that Sentence Transformers does not pool by the last token."""
     values = read_json(folder.joinpath(POOLING))
     begin = "pooling_mode_"
     modes = [values["pooling_mode"]] if "pooling_mode" in values else []
@@ -315,7 +309,7 @@ def _check_pooling(folder: Path) -> None:
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """The values of config.json of a folder, or those made from a GGUF file."""
+    """Return the values of a folder's config.json, or the equivalent values of a GGUF file."""
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:
             return checkpoint.config
@@ -323,7 +317,7 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 
 def _log_remote_code(config: EngineConfig, values: Mapping[str, Any], folder: Path) -> None:
-    """Log that no code of the checkpoint is run, if the user or the config asks for such code."""
+    """Log that the checkpoint's code is not run, if the user or the config asks to run it."""
     if config.trust_remote_code or values.get("auto_map"):
         logger.info(
             "%s: jpaged has its own code for %s; the checkpoint's code is not needed and not run",

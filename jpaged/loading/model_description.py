@@ -1,8 +1,7 @@
 """Describes a model without loading its weights, for `jpaged plan`.
 
-If the folder has weights, their headers are read and checked, as at a load. The headers show whether embeddings are
-tied, and which dtype most weights have. If there is only a config.json, its values are used. `config_tensors` gives the
-shapes of quantised matrices.
+If the folder has weights, their headers are read and checked as in a load. They show tied embeddings and the main
+dtype. If there is only a config.json, its values are used, and `config_tensors` gives the shapes of quantised matrices.
 """
 
 import dataclasses
@@ -38,8 +37,8 @@ class DescribedModel:
 
     name: str        # in printed tables
     spec: DecoderSpec
-    dtype: np.dtype  # dtype of the weights once loaded; of the activations, if they are quantised
-    params: Any             # the tree of weights once loaded, as ShapeDtypeStructs; a tuple of trees, by pipeline stage
+    dtype: np.dtype  # dtype of the loaded weights; of the activations, if the weights are quantised
+    params: Any      # the tree of loaded weights, as ShapeDtypeStructs; with pipeline stages, a tuple of trees
     masked: bool     # some token ids may not be sampled
     format: str | None = None  # quant_method of the checkpoint; None: it is not quantised
 
@@ -50,7 +49,7 @@ def describe(
     """Describe the model that `config.model` names, split as the options say.
 
     platform: platform of the device that the model is for; None: JAX's default.
-    meshes:   devices of each pipeline stage. None: not known, so that nothing can be compiled for them.
+    meshes:   devices of each pipeline stage. None: unknown, so nothing can be compiled for them.
     Raises ModelLoadError in the same cases as the engine, except for errors in the weights' bytes.
     """
     path = find_config(config.model, config.revision, config.download_dir)
@@ -83,7 +82,7 @@ def describe(
 def _declared(
     config: EngineConfig, folder: Path, values: dict[str, Any]
 ) -> tuple[DecoderSpec, Callable[[np.dtype, LeafPlacer], dict[str, Any]]]:
-    """Spec and `StoredWeights.shapes` of a config.json alone. Raises ModelLoadError for an unsupported one."""
+    """Return the spec and `StoredWeights.shapes` of a config.json alone. Raises ModelLoadError if unsupported."""
     reader, family = CheckpointConfig(values), family_of(values)
     spec = for_runner(family.spec(reader), config.runner)
     if method_of(values) is None:
@@ -98,10 +97,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _masked(config: EngineConfig, spec: DecoderSpec, folder: Path) -> bool:
-    """Return True if the sampler needs a mask of token ids.
-
-    Without a tokenizer the answer is True, the case that takes more memory.
-    """
+    """Return True if the sampler needs a mask of token ids. True without a tokenizer: a mask takes more memory."""
     if spec.pools or not config.mask_unknown_tokens or config.skip_tokenizer_init:
         return False
     if config.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Presents the MXFP4 tensors of a checkpoint (gpt-oss's experts) as bfloat16 tensors, or in four bits.
+"""Presents the MXFP4 tensors of a checkpoint (gpt-oss's experts) as bfloat16 tensors, or as 4-bit codes.
 
 Format (OCP Microscaling Formats 1.0): blocks of 32 numbers with 4 bits each (E2M1), two per byte, the lower half first.
 Each block has a power of two in one byte (E8M0, bias 127). A tensor NAME [experts, in, out] is stored transposed, as
@@ -92,11 +92,11 @@ class Mxfp4Checkpoint:
         return unpacked.swapaxes(1, 2)
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """Return a packed tensor in four bits: codes uint8[experts, out, in], scales bfloat16[experts, out, in / 32].
+        """Return a packed tensor's codes, uint8[experts, out, in], and scales, bfloat16[experts, out, in / 32].
 
-        The axes are in the order of a `QuantizedWeight`, which is also the order of the file. They are not in the
-        order of `entry` and `array`, [experts, in, out]: a caller that transposes the array must not transpose this.
-        None: the tensor is not packed. Raises ModelLoadError for a scale that is NaN.
+        The axes are in the file's order, which `QuantizedWeight` needs. `entry` and `array` have [experts, in, out], so
+        a caller that transposes `array` must not transpose this. None: the tensor is not packed. Raises ModelLoadError
+        for a scale that is NaN.
         """
         if name not in self._packed:
             return None

@@ -3,9 +3,8 @@
 A leaf is an uncompressed zarr array in one file or in files of equal size. So file lengths can be checked before
 anything is read. A file is mapped, and the bytes of a shard are copied once, to their final memory.
 
-Orbax's own array handler reads the file into memory, copies it to an array, and copies that to the device. That takes
-1.5 times as long or more (docs/decisions.md). The result is still an ordinary Orbax checkpoint, which that handler can
-read.
+Orbax's own array handler copies the file to memory, to an array, and to the device, which takes at least 1.5 times as
+long (docs/decisions.md). That handler can still read the result: it is an ordinary Orbax checkpoint.
 """
 
 import asyncio
@@ -28,12 +27,12 @@ from jpaged.errors import ModelLoadError, first_line
 from jpaged.loading.weights import aligned_empty
 
 _MAPPED = ts.Context({"file_io_mode": {"mode": "memmap"}})
-_AT_ONCE = 4  # leaves read at the same time, which is also the number of leaves in host memory
+_AT_ONCE = 4  # leaves that are read, and are in host memory, at the same time
 
 
 @dataclasses.dataclass(frozen=True)
 class NewLeaf:
-    """A leaf to write. `make` is called to make its array just before it is written."""
+    """A leaf to write. `make` is called just before the write, and returns its array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -85,8 +84,7 @@ def load_tree(folder: Path, target: Any, on_read: Callable[[int], Any] = lambda 
     """Read a checkpoint to the device. `target` is a tree of ShapeDtypeStructs: shape, dtype and sharding of each leaf.
 
     A process reads only the shards of its own devices. A leaf without a sharding is put on the default device.
-    on_read: called after each leaf with its size in bytes.
-    Raises ModelLoadError.
+    on_read: called after each leaf with its size in bytes. Raises ModelLoadError.
     """
 
     def argument(leaf: jax.ShapeDtypeStruct) -> type_handlers.ArrayRestoreArgs:
@@ -188,7 +186,7 @@ def _spec(path: Any) -> dict[str, Any]:
 
 
 def _checkpointer(on_read: Callable[[int], Any] = lambda _: None) -> ocp.Checkpointer:
-    # absl logs two harmless warnings: no parts of several processes to merge, and no metadata of Orbax's own arrays.
+    # absl logs two harmless warnings: nothing to merge from several processes, and no metadata of Orbax's own arrays.
     logging.getLogger("absl").addFilter(_is_news)
     handler = _OneFileHandler(on_read)
     registry = type_handlers.create_type_handler_registry((np.ndarray, handler), (NewLeaf, handler))

@@ -1,7 +1,7 @@
-"""Presents a checkpoint quantised by AWQ, GPTQ, compressed-tensors, fp8 or ModelOpt: dense, or as it is stored.
+"""Presents a checkpoint quantised by AWQ, GPTQ, compressed-tensors, fp8 or ModelOpt: dequantised, or as codes.
 
-A packed matrix MODULE is the one tensor MODULE.weight [out, in]. Code that knows nothing of quantisation reads it
-dequantised. `quantized` returns its codes, which keep their bits.
+A packed matrix MODULE appears as one tensor MODULE.weight [out, in]. `array` dequantises it. `quantized` returns its
+codes, which keep their bits.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MiB of float32
 
 
 def format_of(values: Mapping[str, Any]) -> Format:
-    """The format of config.json's quantization_config, checked. Raises ModelLoadError that names the key."""
+    """Return the checked format of config.json's quantization_config. Raises ModelLoadError that names the key."""
     method = method_of(values)
     if method not in _FORMATS:
         raise refused("quant_method", method, f"must be {' or '.join(QUANT_METHODS)}")
@@ -49,9 +49,9 @@ class PackedCheckpoint:
     config_name = Checkpoint.config_name
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]):
-        """Check the headers of all parts. config: the values of config.json, with quantization_config.
+        """Check the headers of all parts, without reading data. Raises ModelLoadError for an unsupported one.
 
-        Raises ModelLoadError for a config or parts that are not supported. No tensor's data is read.
+        config: the values of config.json, with quantization_config.
         """
         self.folder = checkpoint.folder
         self._checkpoint = checkpoint
@@ -140,7 +140,7 @@ class PackedCheckpoint:
         )  # fmt: skip
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:
-        """As `quantized`, of ShapeDtypeStructs. Reads the headers and g_idx only."""
+        """As `quantized`, with ShapeDtypeStructs. Reads the headers and g_idx only."""
         if name not in self._headers:
             return None
         header = self._headers[name]
@@ -152,7 +152,7 @@ class PackedCheckpoint:
         return self._parts[name].name(self._headers[name].codes) if name in self._headers else name
 
     def _refuse_three_axes(self, config: Mapping[str, Any]) -> None:
-        """Refuse a layer's experts that are quantised in one tensor. ModelOpt writes Llama 4 and gpt-oss so."""
+        """Refuse a layer's experts that are quantised in one tensor, as ModelOpt writes Llama 4 and gpt-oss."""
         for name in self._visible:
             entry = self.entry(name)
             if entry.dtype in CODE_DTYPES and len(entry.shape) == 3:
@@ -185,7 +185,7 @@ class PackedCheckpoint:
 
 @functools.lru_cache(maxsize=256)  # a model has many matrices of a few shapes
 def described_weight(header: Header, *, has_order: bool) -> QuantizedWeight:
-    """A packed matrix, of ShapeDtypeStructs."""
+    """Return a packed matrix with ShapeDtypeStructs."""
     by_group = (header.shape[0], header.groups)
     return _weight(
         header, jax.ShapeDtypeStruct(header.shape, PLAIN_DTYPES[header.kind]),
@@ -197,9 +197,9 @@ def described_weight(header: Header, *, has_order: bool) -> QuantizedWeight:
 
 
 def dequantized(weight: QuantizedWeight) -> np.ndarray:
-    """The weights of the layout "plain" as float32[out, in] on the host, inputs in the order of x.
+    """Return weights of the layout "plain" as float32[out, in] on the host, inputs in the order of x.
 
-    Only without `mins`. `outer` has one factor an output.
+    The weight must have no `mins`, and one factor per output in `outer`.
     """
     outputs, inputs = weight.shape
     values = np.empty(weight.shape, np.float32)
@@ -222,7 +222,7 @@ def dequantized(weight: QuantizedWeight) -> np.ndarray:
 
 
 def _plain_values(config: Mapping[str, Any]) -> Values:
-    """quantization_config's values; those of hf_quant_config.json are one level deeper."""
+    """Return quantization_config's values. hf_quant_config.json has them one level deeper."""
     values = Values(config[CONFIG])
     return values.inner("quantization") if "quantization" in values else values
 

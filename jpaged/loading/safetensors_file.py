@@ -42,7 +42,7 @@ class SafetensorsFile(MappedFile):
     """A safetensors file open for reading. `array` returns views of the mapped file: drop them before `close`."""
 
     def __init__(self, path: Path):
-        """Read and check the header. Raises ModelLoadError that names the file, the tensor and what to do."""
+        """Read and check the header. Raises ModelLoadError with the file, the tensor and the remedy."""
         super().__init__(path)
         try:
             self.entries = self._read_header()
@@ -59,7 +59,7 @@ class SafetensorsFile(MappedFile):
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise ModelLoadError(
-                f"{self.path}: tensor {name} is {entry.dtype}, which jpaged does not have; it has "
+                f"{self.path}: tensor {name} is {entry.dtype}, which jpaged does not support; it supports "
                 f"{', '.join(DTYPES)}: use another checkpoint of the model"
             )
         dtype = np.dtype(DTYPES[entry.dtype])
@@ -90,7 +90,7 @@ class SafetensorsFile(MappedFile):
             raise self._damaged(f"its header should end at byte {start:,}, the file ends at {self.size:,}: truncated")
         try:
             text = self._file.read(length)
-            # Checked before parsing: 500,000 tensors take 1 s. A tensor's entry is one object with two lists.
+            # Checked first, because parsing 500,000 tensors takes 1 s. A tensor's entry is one object with two lists.
             if text.count(b"{") > _MAX_TENSORS or text.count(b"[") > 2 * _MAX_TENSORS:
                 raise self._damaged(f"its header has more than {_MAX_TENSORS:,} tensors")
             header = json.loads(text, object_pairs_hook=_unique)

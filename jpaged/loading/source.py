@@ -21,9 +21,8 @@ def open_source(
 ) -> Iterator[tuple[dict[str, Any], TensorSource]]:
     """Open a folder or a GGUF file. Yields the values of config.json and the tensors.
 
-    overrides: values in place of config.json's. The tensors are a `Checkpoint` if none of them is packed.
-    Raises ModelLoadError. For an unsupported family or quantization_config it is raised before any file with weights
-    is opened.
+    overrides: values that replace config.json's. The tensors are a `Checkpoint` if none of them is packed.
+    Raises ModelLoadError; for an unsupported family or quantization_config, before any file with weights is opened.
     """
     if is_gguf(path):
         with GgufCheckpoint(path) as checkpoint:

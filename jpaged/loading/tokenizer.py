@@ -25,7 +25,7 @@ _FILES = (
 )  # fmt: skip
 
 _MAX_TOKENIZER = 256 << 20  # bytes. Gemma 3's tokenizer.json has 33 MB
-_importing = threading.Lock()  # two threads that import transformers at once find half of it
+_importing = threading.Lock()  # two threads that import transformers at once see a partial module
 _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 
 
@@ -42,8 +42,8 @@ def load_tokenizer(folder: Path) -> Any | None:
     if not has_tokenizer(folder):
         logger.warning("%s has no tokenizer: prompts must be token ids, and outputs have no text", folder)
         return None
-    # Imported here because it takes seconds, and prompts of token ids do not need it. The filter drops its warning that
-    # PyTorch is missing: only its tokenizers are used.
+    # Imported here: it takes seconds, and token ids as prompts do not need it. Its tokenizers do not need PyTorch, so
+    # the filter drops the warning that PyTorch is missing.
     logging.getLogger("transformers").addFilter(_is_news)
     with _importing:
         from transformers import AutoTokenizer
@@ -72,7 +72,7 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ModelLoadError for tokenizer files that would take minutes to read, or that no reader should open."""
+    """Raise ModelLoadError for tokenizer files that are not regular files, or would take minutes to read."""
     for path in {path for pattern in (*TOKENIZER_FILES, "config.json") for path in folder.glob(pattern)}:
         if path.is_dir():
             continue
@@ -87,7 +87,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def check_vocabulary(tokenizer: Any | None, vocab_size: int, source: Path) -> None:
     """Raise ModelLoadError if the tokenizer's vocabulary is larger than the embedding.
 
-    Added tokens may have larger ids (Gemma 3's <image_soft_token>). A prompt with such a token is refused later.
+    Added tokens may have larger ids (Gemma 3's <image_soft_token>). Prompts that contain them are refused later.
     """
     if tokenizer is None:
         return

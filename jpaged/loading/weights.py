@@ -3,9 +3,9 @@
 1. `plan_weights` reads headers, and compares tied embeddings. Every leaf must have its tensors, in the right shape and
    a convertible dtype, and no tensor may be left over. So nearly all errors come before device memory is allocated.
 2. `load_weights` assembles one leaf at a time on the host, in its final dtype. Leaves that are quantised in the
-   checkpoint stay so, one code a byte on the host. A thread reads the next leaf while this one is put on the device.
-   So peak host memory is two leaves plus the mapped files. Leaves that are quantised here are put on the device in
-   parts. A value too large for float16 is found only here.
+   checkpoint keep their codes, one byte each on the host. Leaves that are quantised at load go to the device in parts.
+   A thread reads the next leaf meanwhile, so peak host memory is two leaves plus the mapped files. Only this step finds
+   values too large for float16.
 """
 
 import concurrent.futures
@@ -53,7 +53,7 @@ class LeafPlan:
     shape: tuple[int, ...]
     files: tuple[str, ...]  # names in the checkpoint, one for each of leaf.tensors
     constant: float | None  # value of a leaf that has no tensor
-    # one for each of leaf.tensors, with ShapeDtypeStructs; None: not quantised. (): the leaf is an array of numbers
+    # one for each of leaf.tensors, with ShapeDtypeStructs; None: not quantised. (): the leaf is a dense array
     packed: tuple[QuantizedWeight | None, ...] = ()
 
 
@@ -73,8 +73,8 @@ class StoredWeights:
     spec: DecoderSpec
     dtype: np.dtype | None  # the checkpoint's dtype; None: unknown
     num_bytes: int          # size of its files
-    # load(dtype, quantizer) loads the tree of `param_shapes(spec, dtype)` to the default device, with leaves that are
-    # quantised in the checkpoint or by the quantizer
+    # load(dtype, quantizer): the tree of `param_shapes(spec, dtype)` on the default device. Leaves may be quantised, by
+    # the checkpoint or by the quantizer
     load: Callable[[np.dtype, LeafPlacer], dict[str, Any]]
     # shapes(dtype, quantizer): the tree of `load`, as ShapeDtypeStructs
     shapes: Callable[[np.dtype, LeafPlacer], dict[str, Any]]
@@ -96,7 +96,7 @@ def check_depth(config: CheckpointConfig, tensors: int) -> None:
 def plan_weights(
     family: Family, spec: DecoderSpec, constants: Mapping[str, float], checkpoint: TensorSource
 ) -> WeightPlan:
-    """Assign every tensor of the checkpoint to a leaf. Raises ModelLoadError with file, tensor and what to do."""
+    """Assign every tensor of the checkpoint to a leaf. Raises ModelLoadError with file, tensor and remedy."""
     names = _Names(family, checkpoint)
     if spec.tie_embeddings:
         spec = _check_tied(names, family, spec, checkpoint)
@@ -188,7 +188,7 @@ def load_weights(
 
 
 def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, Any]]:
-    """Yield each plan with read(plan). A thread reads the next one while the caller uses this one."""
+    """Yield each plan with read(plan). A thread reads the next leaf while the caller uses this one."""
     with concurrent.futures.ThreadPoolExecutor(1, "read weights") as thread:
         following = iter(plans[1:])
         ahead = thread.submit(read, plans[0]) if plans else None
@@ -198,7 +198,7 @@ def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> 
                 host, later = ahead.result(), next(following, None)
                 ahead = None if later is None else thread.submit(read, later)
                 yield plan, host
-                del host  # before the next one is read: two leaves are in memory, not three
+                del host  # before the next read: two leaves are in memory, not three
         finally:
             ahead = None  # its error would keep this frame, and the mapped file, until the next garbage collection
 
@@ -207,7 +207,7 @@ def _read(
     plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, in_file: Callable[[LeafPlan], bool],
     on_read: Callable[[int], Any],
 ) -> Any:  # fmt: skip
-    """Read a leaf to the host: an array, a QuantizedWeight, or a list of them, the parts of a JoinedWeight in order."""
+    """Read a leaf to the host: an array, a QuantizedWeight, or a list of both, the parts of a JoinedWeight in order."""
     if in_file(plan):
         return checkpoint.array(plan.files[0])
     if not plan.packed:
@@ -224,7 +224,7 @@ def _read(
 
 
 def _on_device(plan: LeafPlan, host: Any, quantizer: LeafPlacer) -> Any:
-    """A leaf that `_read` has read, as an array on the default device, a QuantizedWeight or a JoinedWeight."""
+    """Put a leaf from `_read` on the default device: an array, a QuantizedWeight or a JoinedWeight."""
     name = plan.leaf.leaf
     if isinstance(host, list):
         parts = (quantizer.packed(name, p) if isinstance(p, QuantizedWeight) else quantizer.part(name, p) for p in host)
@@ -233,9 +233,9 @@ def _on_device(plan: LeafPlan, host: Any, quantizer: LeafPlacer) -> Any:
 
 
 def _is_in_file(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: LeafPlacer) -> bool:
-    """True if a leaf that is quantised or split equals a tensor of the file, so that its parts are read from there.
+    """True if a leaf to quantise or split equals a tensor of the file, so that its parts are read from the mapped file.
 
-    An output matrix may be larger than two layers, so a copy of it would be the peak of a load. A process reads only
+    A copy of the lm_head, which may be larger than two layers, would set the load's peak memory. A process reads only
     its own part of a leaf that is split over processes.
     """
     if plan.packed or len(plan.files) != 1 or not quantizer.reads_views(plan.leaf.leaf, plan.shape):
@@ -248,7 +248,7 @@ def _is_in_file(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quant
 def assemble(
     leaf_plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Callable[[int], Any] = lambda _: None
 ) -> np.ndarray:
-    """Make one leaf on the host, in its final dtype. on_read: called after each tensor with its size in bytes."""
+    """Assemble one leaf on the host, in its final dtype. on_read: called after each tensor with its size in bytes."""
     leaf = leaf_plan.leaf
     dtype = leaf_dtype(leaf_plan.leaf.leaf, dtype)
     host = aligned_empty(leaf_plan.shape, dtype)
@@ -268,7 +268,7 @@ def assemble(
 
 
 def _packed(leaf: LeafTensors, checkpoint: TensorSource, files: list[str]) -> tuple[QuantizedWeight | None, ...]:
-    """The tensors of a leaf that stay quantised, as ShapeDtypeStructs. (): the leaf becomes an array of numbers."""
+    """Return the tensors of a leaf that stay quantised, as ShapeDtypeStructs. (): the leaf becomes a dense array."""
     if leaf.leaf not in LEAVES:
         return ()
     found = tuple(checkpoint.quantized_shape(name) for name in files)
@@ -282,7 +282,7 @@ def _packed(leaf: LeafTensors, checkpoint: TensorSource, files: list[str]) -> tu
 
 
 def _alike(found: tuple[QuantizedWeight | None, ...]) -> bool:
-    """True if the tensors of a leaf can be one QuantizedWeight: equal in everything but their outputs."""
+    """True if the tensors of a leaf can be one QuantizedWeight: they differ in their outputs only."""
     first = found[0]
     if first is None or (len(found) > 1 and first.order is not None):  # each tensor has its own order
         return False
@@ -295,7 +295,7 @@ def _facts(weight: QuantizedWeight) -> tuple[Any, ...]:
 
 
 def _is_joined(leaf: LeafTensors) -> bool:
-    """True if every tensor of the leaf fills one part of its own, so that the parts can be kept apart."""
+    """True if every tensor fills its own part of the leaf, so that the parts can be stored separately."""
     return leaf.leaf in PART_AXES and all(len(t.rule.parts) == 1 and t.rule.parts[0] in _SLICES for t in leaf.tensors)
 
 
@@ -332,7 +332,7 @@ def _in_order(leaf: LeafTensors, parts: list[Any]) -> tuple[Any, ...]:
 def _assemble_packed(
     plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, on_read: Callable[[int], Any]
 ) -> QuantizedWeight:
-    """Make one leaf from tensors that are quantised alike, on the host, in the layout "plain"."""
+    """Assemble one leaf from tensors that are quantised alike, on the host, in the layout "plain"."""
     arrays: dict[str, np.ndarray] = {}
     weight = None
     for tensor, file in zip(plan.leaf.tensors, plan.files, strict=True):

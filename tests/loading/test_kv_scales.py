@@ -33,7 +33,7 @@ SCALES = {f"model.layers.{i}.self_attn.{kind}_scale": np.float32([0.5]) for i in
         ({K: np.ones((2, 1, 1), np.float32)}, None),
         (
             {"model.layers.1.self_attn.k_proj.k_scale": np.float32([0.25])},
-            f"{K} and model.layers.1.self_attn.k_proj.k_scale are both the scale of k in layer 1: one must go",
+            f"{K} and model.layers.1.self_attn.k_proj.k_scale are both the scale of k in layer 1: remove one",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_metadata_and_unknown_dtypes_are_accepted(path: Path) -> None:
     rewrite(path, lambda h: (h.update(__metadata__={"format": "pt"}), h["none"].update(dtype="F4", shape=[0])))
     file = SafetensorsFile(path)
     np.testing.assert_array_equal(file.array("a"), TENSORS["a"])
-    with pytest.raises(ModelLoadError, match="tensor none is F4, which jpaged does not have; it has BOOL, U8"):
+    with pytest.raises(ModelLoadError, match="tensor none is F4, which jpaged does not support; it supports BOOL, U8"):
         file.array("none")
     file.close()
 

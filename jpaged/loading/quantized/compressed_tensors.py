@@ -9,8 +9,8 @@ nvfp4-pack-quantized: weight_packed U8[out, in / 2], weight_scale F8_E4M3[out, i
 mxfp4-pack-quantized: weight_packed U8[out, in / 2], weight_scale U8[out, in / 32].
 
 weight = (code - zero) * scale. In NVFP4, scale = weight_scale / weight_global_scale.
-In memory, codes of up to 4 bits have 4 bits, and those of 5 to 7 have 8. Activations that the config wants in fp8 or
-in fp4 are not rounded, which is more exact. Source: compressed-tensors 0.20, compressors/ and quantization/.
+In memory, codes of up to 4 bits have 4 bits, and longer codes have 8. Activations are not rounded to fp8 or fp4, even
+if the config says so, which is more exact. Source: compressed-tensors 0.20, compressors/ and quantization/.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jpaged.loading.quantized.packing import WORD, unpack_columns, unpack_rows, 
 from jpaged.loading.quantized.schemes import FLOAT, FORMATS, MIXED, MXFP4, NVFP4, PACKED, Scheme, read_groups
 
 _STATUSES = ("compressed", "frozen")  # older releases wrote "frozen" for compressed files
-# Files do not tell the class of a module. These are the embeddings of the families that jpaged has.
+# Files do not name a module's class. These modules are embeddings in the families that jpaged supports.
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "embed_positions")
 _MIDDLE = 8  # the default zero of int4
 _NVFP4 = fp4.Nvfp4(codes="weight_packed", factor="weight_global_scale", divides=True)
@@ -118,7 +118,7 @@ class CompressedTensors(Format):
             stored = (codes - np.uint8(_middle(header))).view(np.int8)
         elif stored.dtype == np.int8 and (bad := (stored < -_middle(header)) | (stored >= _middle(header))).any():
             raise parts.damaged("weight_zero_point", f"a zero of {stored[bad][0]}, beyond {header.bits} bits")
-        if header.zeros is None:  # older releases stored the zeros of symmetric codes, which are all 0
+        if header.zeros is None:  # older releases stored the zeros of symmetric codes, all of them 0
             if stored.astype(np.float32).any():
                 raise parts.damaged("weight_zero_point", "a zero that is not 0, but the config says symmetric=true")
             return None

@@ -14,13 +14,13 @@ from jpaged.models.families.config import QUANT_METHODS
 CONFIG = "quantization_config"
 MXFP4 = "mxfp4"
 UNQUANTIZED = "use another quantization of the model, or the model without quantization"
-_SECONDS = 10.0  # of CPU time, for all matches of a config. 350,000 took 1.8: 8 for each of 44,000 matrices
+_SECONDS = 10.0  # CPU time for all matches of a config. 350,000 (8 for each of 44,000 matrices) took 1.8 s
 # Files of older releases, used if config.json has no quantization_config
 _SIDE_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
 
 
 def with_quantization(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json's values, with the quantization_config of the folder's separate file if config.json has none."""
+    """Return config.json's values, with quantization_config from a separate file if config.json has none."""
     if values.get(CONFIG) is not None:
         return dict(values)
     for name, method in _SIDE_FILES:
@@ -30,7 +30,7 @@ def with_quantization(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def method_of(values: Mapping[str, Any]) -> str | None:
-    """The quantization method of config.json's values; None: no quantization. Raises ModelLoadError if unknown."""
+    """Return the quantisation method of config.json; None if there is none. Raises ModelLoadError if unknown."""
     config = values.get(CONFIG)
     if config is None:
         return None
@@ -69,7 +69,7 @@ class Values:
         return next((v for key in keys if (v := self._values.get(key)) is not None), default)
 
     def choice(self, *keys: str, accepted: tuple[Any, ...], default: Any = None, remedy: str = UNQUANTIZED) -> Any:
-        """A value that must be one of `accepted`. Upper and lower case of a string are the same."""
+        """A value that must be one of `accepted`. Strings are compared without case."""
         value = self.get(*keys, default=default)
         plain = value.lower() if isinstance(value, str) else value
         found = [a for a in accepted if a == plain and isinstance(a, bool) == isinstance(plain, bool)]
@@ -90,7 +90,7 @@ class Values:
         return None if value == -1 else value
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """A list of strings; none: empty."""
+        """A list of strings, as a tuple; () if the key is missing."""
         value = self.get(*keys, default=())
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise refused(self._path + keys[0], value, "must be a list of strings", "fetch the checkpoint again")
@@ -106,9 +106,9 @@ class Values:
 
 
 def part_of(patterns: Collection[str], module: str) -> str | None:
-    """The pattern that names the module, a module around it, or its last names (mlp.gate, lm_head); None: no pattern.
+    """Return the pattern that equals some consecutive names of the module (mlp.gate, lm_head); None: no pattern does.
 
-    A list may have 283 patterns, and a model 36,000 modules (Qwen3-235B-A22B-FP8): patterns should be a set.
+    patterns: should be a set, because Qwen3-235B-A22B-FP8 has 283 patterns and 36,000 modules.
     """
     names = module.split(".")
     runs = (".".join(names[i:j]) for i in range(len(names)) for j in range(i + 1, len(names) + 1))
@@ -128,7 +128,7 @@ class Matcher:
     def __call__(self, pattern: str, module: str, key: str) -> bool:
         """Return True if the regular expression matches from the module's first character.
 
-        key: where it was found. Raises ModelLoadError if it is invalid, or takes too long.
+        key: the config's key that has the pattern. Raises ModelLoadError if it is invalid, or takes too long.
         """
         try:
             if (compiled := self._compiled.get(pattern)) is None:

@@ -7,17 +7,17 @@ import numpy as np
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.quantized.matrix_tensors import Header, Parts
 
-CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # of a tensor "weight" that holds codes
+CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # dtypes of a tensor "weight" that holds codes
 
 
 class Format(abc.ABC):
-    """A format of packed matrices. `parts` are the tensors of a module that exist only if it is packed."""
+    """A format of packed matrices."""
 
-    parts: tuple[str, ...]
-    hidden: tuple[str, ...] = ("input_scale",)  # further tensors of a packed module, which nothing reads
+    parts: tuple[str, ...]  # tensors that a module has only if it is packed
+    hidden: tuple[str, ...] = ("input_scale",)  # further tensors of a packed module, which are not read
 
     def modules(self, checkpoint: Checkpoint) -> list[str]:
-        """Modules that have at least one part, or codes in the place of the weights."""
+        """Modules that have at least one part, or codes instead of weights."""
         found = set()
         for name in checkpoint.names:
             module, _, part = name.rpartition(".")
@@ -27,7 +27,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def excluded(self, module: str) -> str | None:
-        """The words of quantization_config that say that the module is not packed; None if there are none."""
+        """The setting of quantization_config that excludes the module, in words; None: the module is packed."""
 
     @abc.abstractmethod
     def header(self, parts: Parts) -> Header:
@@ -35,17 +35,17 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def declared(self, module: str, shape: tuple[int, int]) -> Header:
-        """A packed matrix [out, in] as the config alone describes it. The scales' dtype is the usual one.
+        """Describe a packed matrix [out, in] from the config alone, with the format's usual dtype of scales.
 
         Raises ModelLoadError if the config does not fit the shape.
         """
 
     def reorders(self, module: str) -> bool:
-        """True if the config says that the matrix has an order of inputs, which `order` reads."""
+        """True if the config says that the matrix has an `order` of inputs."""
         return False
 
     def packs_outside_layers(self, module: str) -> bool:
-        """True if a module that belongs to no layer is packed, unless it is excluded."""
+        """True if a module outside the layers is packed, unless it is excluded."""
         return False
 
     def order(self, parts: Parts, header: Header) -> np.ndarray | None:
@@ -54,15 +54,15 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def codes(self, parts: Parts, header: Header) -> np.ndarray:
-        """Codes [out, in], one a byte, inputs in the file's order. Raises ModelLoadError for invalid ones."""
+        """Codes [out, in], one per byte, inputs in the file's order. Raises ModelLoadError for invalid codes."""
 
     @abc.abstractmethod
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
-        """Scales [out, groups in the file], in the dtype of the file. Raises ModelLoadError for invalid ones."""
+        """Scales [out, groups in the file], in the dtype of the file. Raises ModelLoadError for invalid scales."""
 
     @abc.abstractmethod
     def zeros(self, parts: Parts, header: Header) -> np.ndarray | None:
-        """Zeros [out, groups in the file] of the dtype `header.zeros`; None without them. Raises ModelLoadError."""
+        """Zeros [out, groups in the file] of the dtype `header.zeros`; None: no zeros. Raises ModelLoadError."""
 
     def outer(self, parts: Parts, header: Header) -> np.ndarray | None:
         """float32[out, 1]: `QuantizedWeight.outer`. None: the scales have no common factor. Raises ModelLoadError."""

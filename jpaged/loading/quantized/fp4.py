@@ -2,9 +2,9 @@
 
 Both formats pack two codes a byte along the inputs: the low half is the even input.
 
-NVFP4: groups of 16, a scale in e4m3fn each, and one float32 factor for the tensor. compressed-tensors divides the
-       scales by the factor, ModelOpt multiplies them.
-MXFP4: groups of 32, a power of two each, as a byte (E8M0, bias 127). OCP Microscaling Formats 1.0.
+NVFP4: one scale in e4m3fn per 16 inputs, and one float32 factor for the tensor. compressed-tensors divides the scales
+       by the factor, ModelOpt multiplies them by it.
+MXFP4: one power of two per 32 inputs, as a byte (E8M0, bias 127). OCP Microscaling Formats 1.0.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from pallas_kernels.quantized_dot.weight import FP4_VALUES
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 _LARGEST = np.float32(FP4_VALUES[-1])
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_MAGNITUDE, _LARGEST_E4M3 = 0x7F, 0x7E  # bits of e4m3fn without the sign, and those of its largest number
+_MAGNITUDE, _LARGEST_E4M3 = 0x7F, 0x7E  # mask of e4m3fn's bits without the sign; bits of its largest number
 _BIAS, _NAN = 127, 255
-# The scales of MXFP4, by byte, in bfloat16. It has all powers of two from 2^-127 to 2^127. It costs 16 bits for 32
-# codes, so a weight has 4.5 bits instead of 4.25. float8_e8m0fnu would need 8, but we know only that XLA's CPU back
-# end converts it (JAX 0.10.2 and 0.11.2). Triton and Mosaic need not. XLA on CPU rounds numbers below 2^-126 to 0 in a
-# product: the weights of byte 0, and those of code 0.5 with byte 1.
+# MXFP4's scales in bfloat16, by byte. bfloat16 has all powers of two from 2^-127 to 2^127, and costs 4.5 bits per
+# weight instead of 4.25. float8_e8m0fnu would need 8 bits per scale, but only XLA's CPU back end is known to convert it
+# (JAX 0.10.2 and 0.11.2); Triton and Mosaic may not. In matmuls, XLA on CPU rounds numbers below 2^-126 to 0: weights
+# with scale byte 0, and codes of 0.5 with byte 1.
 _POWERS = np.ldexp(np.float32(1), np.arange(_NAN) - _BIAS).astype(_BF16)
 
 
@@ -86,7 +86,7 @@ def mxfp4_declared(shape: tuple[int, int]) -> Header:
 
 
 def mxfp4_scales(parts: Parts) -> Float[np.ndarray, "out groups"]:
-    """The part weight_scale in bfloat16. Raises ModelLoadError for a byte that means NaN."""
+    """Return the part weight_scale in bfloat16. Raises ModelLoadError for a byte that means NaN."""
     scales = parts.array("weight_scale").view(np.uint8)
     if (scales == _NAN).any():
         raise parts.damaged("weight_scale", f"a byte {_NAN}, which means NaN")
@@ -94,7 +94,7 @@ def mxfp4_scales(parts: Parts) -> Float[np.ndarray, "out groups"]:
 
 
 def unpacked(packed: UInt8[np.ndarray, "*rows half"]) -> UInt8[np.ndarray, "*rows inputs"]:
-    """One code a byte."""
+    """Unpack to one code per byte."""
     codes = np.empty((*packed.shape, 2), np.uint8)
     np.bitwise_and(packed, 15, out=codes[..., 0])
     np.right_shift(packed, 4, out=codes[..., 1])
@@ -104,9 +104,7 @@ def unpacked(packed: UInt8[np.ndarray, "*rows half"]) -> UInt8[np.ndarray, "*row
 def mxfp4(packed: np.ndarray, scale: np.ndarray) -> QuantizedWeight:
     """Weights in MXFP4, in the layout "plain", numpy arrays on the host. The scales become bfloat16.
 
-    packed: uint8[..., out, in / 2].
-    scale:  uint8[..., out, in / 32], E8M0.
-
+    packed: uint8[..., out, in / 2]. scale: uint8[..., out, in / 32], E8M0.
     Raises ValueError for other dtypes or shapes, and for a scale of 255, which means NaN.
     """
     if packed.dtype != np.uint8 or packed.ndim < 2 or packed.shape[-1] % (MXFP4_GROUP // 2):

@@ -32,7 +32,7 @@ def fp8_codes(parts: Parts) -> np.ndarray:
 
 
 def by_output(scales: np.ndarray, header: Header) -> np.ndarray:
-    """Scales of blocks, of outputs or of the matrix as [out, groups in the file]."""
+    """Return scales of blocks, of outputs or of the matrix as [out, groups in the file]."""
     outputs = header.shape[0]
     if scales.size == 1:
         return np.full((outputs, 1), scales.reshape(()))

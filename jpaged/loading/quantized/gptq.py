@@ -4,7 +4,8 @@ Files are [in, out]. qweight I32[in * bits / 32, out] is a stream of bits down e
 I32[groups, out * bits / 32] one along each row, scales [groups, out], g_idx I32[in] the group of each input.
 weight = (code - zero) * scale. v1 stores zero - 1. Source: GPTQModel 7.7, nn_modules/qlinear/__init__.py.
 
-In memory, 2 and 3 bits become codes of 4 bits, with the same numbers. 8 bits become signed: code and zero less 128.
+In memory, codes of 2 and 3 bits are stored in 4 bits. Codes of 8 bits become signed: 128 is subtracted from code and
+zero.
 """
 
 import dataclasses
@@ -79,7 +80,7 @@ class Gptq(Format):
     def declared(self, module: str, shape: tuple[int, int]) -> Header:
         scheme = self._scheme_of(module)
         kind = "int8" if scheme.bits == 8 else "int4"
-        # Zeros of symmetric codes are in the middle of the range: 8 with 4 bits and 0 with 8 bits, the kinds' default.
+        # Symmetric codes have the kinds' default zero, in the middle of the range: 8 with 4 bits, and 0 with 8 bits.
         if scheme.symmetric and scheme.bits in (4, 8):
             zeros = None
         elif scheme.bits == 8:

@@ -1,4 +1,4 @@
-"""g_idx: the group of each input, in files whose inputs are not in the order of their groups (desc_act, actorder)."""
+"""g_idx: the group of each input, for files with inputs that are not sorted by group (desc_act, actorder)."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ from jpaged.loading.quantized.matrix_tensors import Header, Parts
 def check_group_index(parts: Parts, part: str, header: Header, required: str | None) -> None:
     """Check the header of a g_idx. Raises ModelLoadError.
 
-    required: the words of the config that call for one; None: it may be missing or empty. With one group of all inputs
-    it has no meaning, and may always be missing.
+    required: the config's setting that needs a g_idx, in words; None: it may be missing or empty. With one group for
+    all inputs it has no meaning, and may always be missing.
     """
     because = required if required is not None and header.stored_groups > 1 else None
     if because is not None or (part in parts and parts.entry(part, "").shape != (0,)):
@@ -17,9 +17,9 @@ def check_group_index(parts: Parts, part: str, header: Header, required: str | N
 
 
 def order_of(parts: Parts, part: str, header: Header) -> np.ndarray | None:
-    """The inputs in the order of their groups, int32[in]; None: they are in this order.
+    """Return the inputs sorted by group, int32[in]; None if the file has them in this order.
 
-    Raises ModelLoadError if a number is out of range, or a group has another number of inputs than the group size.
+    Raises ModelLoadError if a group is out of range, or does not have as many inputs as the group size.
     """
     if part not in parts:
         return None

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its KV cache quantised: kv_cache_scheme, and the tensors with its scales."""
+"""The KV cache quantisation that a checkpoint specifies: kv_cache_scheme, and the tensors with its scales."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ class KvScheme:
 
 
 def read_kv_scheme(config: Values) -> KvScheme | None:
-    """Read kv_cache_scheme, or ModelOpt's kv_cache_quant_algo. Raises ModelLoadError for what jpaged has not."""
+    """Read kv_cache_scheme, or ModelOpt's kv_cache_quant_algo. Raises ModelLoadError for an unsupported value."""
     algorithm = config.choice("kv_cache_quant_algo", accepted=("fp8", "int8", None), remedy=_DENSE)
     if algorithm is not None:
         return KvScheme(algorithm, True)
@@ -50,5 +50,5 @@ def check_kv_zeros(checkpoint: Checkpoint) -> None:
     for name in checkpoint.names:
         if _ZERO.fullmatch(name) and checkpoint.array(name).astype(np.float32).any():
             raise ModelLoadError(
-                f"{checkpoint.path(name)}: {name} is not 0; jpaged has symmetric quantization of KV only: {_DENSE}"
+                f"{checkpoint.path(name)}: {name} is not 0; jpaged supports only symmetric quantization of KV: {_DENSE}"
             )

@@ -17,7 +17,7 @@ _LARGEST_SCALE = np.finfo(np.float32).max / 512
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """A packed matrix, as the file's headers and the config describe it."""
+    """Description of a packed matrix, from the file's headers and the config."""
 
     codes: str              # the part with the codes
     shape: tuple[int, int]  # of the weights, [out, in]
@@ -28,26 +28,26 @@ class Header:
     zeros: np.dtype | None  # dtype of the zeros in memory; None: the default of the kind
     activations: str = "float"
     block: int = 1          # outputs that share a scale in the file
-    has_outer: bool = False  # the scales have a common factor, one float32 an output in memory
-    divides: bool = False   # the scales are divided by it
+    has_outer: bool = False  # the scales have a common factor; in memory, one float32 per output
+    divides: bool = False   # the scales are divided by the factor, not multiplied
 
     @property
     def group_size(self) -> int:
-        """Inputs of a group in memory, where all groups have the same size."""
+        """Inputs per group in memory, where all groups have the same size."""
         return math.gcd(self.stored_group, self.shape[1])
 
     @property
     def groups(self) -> int:
-        """Groups of an output in memory."""
+        """Groups per output in memory."""
         return self.shape[1] // self.group_size
 
     @property
     def stored_groups(self) -> int:
-        """Groups of an output in the file."""
+        """Groups per output in the file."""
         return -(-self.shape[1] // self.stored_group)
 
     def widen(self, array: np.ndarray) -> np.ndarray:
-        """[out, groups in the file] as [out, groups in memory]."""
+        """Convert [out, groups in the file] to [out, groups in memory]."""
         if self.stored_groups == self.groups:
             return array
         return array[:, np.arange(self.groups) * self.group_size // self.stored_group]
@@ -69,12 +69,12 @@ class Parts:
         return f"{self.module}.{part}" if self.module else part
 
     def path(self) -> Path:
-        """File of any part of the matrix, for messages."""
+        """Path of a file that has a part of the matrix, for messages."""
         prefix = self.name("")
         return self.checkpoint.path(next(n for n in self.checkpoint.names if n.startswith(prefix)))
 
     def entry(self, part: str, because: str) -> TensorEntry:
-        """Shape and dtype of a part. Raises ModelLoadError if it is missing. because: why there must be one."""
+        """Shape and dtype of a part. Raises ModelLoadError if it is missing. because: the reason why it must exist."""
         if part not in self:
             raise ModelLoadError(
                 f"{self.path()}: {self.module} has no {part}, but {because}: the checkpoint is incomplete, or its "
@@ -101,7 +101,7 @@ class Parts:
         return entry
 
     def refuse_more(self, parts: tuple[str, ...]) -> None:
-        """Refuse one of these parts that exists, but that no check of a header has asked for. Raises ModelLoadError."""
+        """Raise ModelLoadError if one of these parts exists, but no check of a header has read it."""
         for part in parts:
             if part in self and part not in self._called_for:
                 name = self.name(part)
@@ -131,10 +131,10 @@ class Parts:
         return self.checkpoint.array(self.name(part))
 
     def scales(self, part: str, *, is_fp8: bool = False) -> np.ndarray:
-        """The part, which must have finite numbers other than zero. Raises ModelLoadError.
+        """Return the part, which must have finite numbers other than zero. Raises ModelLoadError.
 
-        is_fp8: they must be above 0. AutoRound writes negative scales for symmetric integers: the sign of the largest
-        weight. Codes of fp8 have a sign of their own.
+        is_fp8: the scales must be above 0, because fp8 codes have a sign. For symmetric integers, AutoRound writes
+        negative scales, with the sign of the largest weight.
         """
         scales = self.array(part)
         wide = scales.astype(np.float32)

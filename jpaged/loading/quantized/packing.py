@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 
 WORD = 32  # bits
-# The codes of each byte, one a byte, as one number. Looking them up takes 1.0 ns a code, shifting took 1.6.
+# bits -> for each byte, its codes, one per byte, as one number. A lookup takes 1.0 ns per code, shifting took 1.6 ns.
 _CODES = {
     bits: (np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1).astype(np.uint8).view(f"u{8 // bits}")[:, 0]
     for bits in (1, 2, 4)
@@ -14,12 +14,12 @@ _CODES = {
 
 
 def words_of(count: int, bits: int) -> int:
-    """Words that hold `count` codes."""
+    """Number of words that hold `count` codes."""
     return -(-count * bits // WORD)
 
 
 def unpack_rows(words: Int[np.ndarray, "rows words"], bits: int, count: int) -> UInt8[np.ndarray, "rows _"]:
-    """The first `count` codes of each row. A row is a stream of bits: code i has the bits from i * bits upwards."""
+    """Return the first `count` codes of each row. A row is a stream of bits: code i starts at bit i * bits."""
     stream = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
     if bits == 8:
         return stream[:, :count]
@@ -41,5 +41,5 @@ def unpack_rows(words: Int[np.ndarray, "rows words"], bits: int, count: int) -> 
 
 
 def unpack_columns(words: Int[np.ndarray, "words columns"], bits: int, count: int) -> UInt8[np.ndarray, "columns _"]:
-    """The first `count` codes of each column, transposed."""
+    """Return the first `count` codes of each column, transposed."""
     return unpack_rows(words.T, bits, count)

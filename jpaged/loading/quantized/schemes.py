@@ -18,7 +18,7 @@ _NAIVE = "naive-quantized"  # int-quantized or float-quantized, by the type of t
 FORMATS = (PACKED, INT, FLOAT, NVFP4, MXFP4, _NAIVE)
 _FP4 = {NVFP4: ("tensor_group", NVFP4_GROUP), MXFP4: ("group", MXFP4_GROUP)}  # their strategy and group size
 _STRATEGIES = ("tensor", "channel", "group", "block")
-_ACTIVATIONS = (4, 8)  # bits of activations that are floats; integers must have 8
+_ACTIVATIONS = (4, 8)  # bits of float activations; integer activations must have 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def _preset(name: str, targets: list[Any]) -> dict[str, Any]:
-    """The group that a preset's name and its targets stand for."""
+    """Return the group of a preset's name and its targets."""
     found = _PRESETS.get(name.upper())
     if found is None and (match := _INTEGERS.fullmatch(name.upper())) and int(match[1]) <= int(match[2]):
         found = {"weights": _integers(int(match[1]))}
@@ -137,7 +137,7 @@ def _scheme(name: str, values: Values, default: str) -> Scheme:
 
 
 def _format(name: str, values: Values, default: str, kind: str, size: int | None) -> str:
-    """The group's own format, else the checkpoint's, else the one that the library chooses."""
+    """Return the group's own format, else the checkpoint's, else the format that the library infers."""
     form = values.choice("format", accepted=(*FORMATS, MIXED), default=default)
     if form == MIXED:
         bits = values.inner("weights").get("num_bits", default=8)
@@ -166,7 +166,7 @@ def _inferred_strategy(weights: Values, size: int | None) -> str:
 
 
 def _activations(values: Values, weights: str) -> str:
-    """`QuantizedWeight.activations`. Activations that are fp8, fp4 or not symmetric stay as they are: more exact."""
+    """`QuantizedWeight.activations`. fp8, fp4 and asymmetric activations are not rounded, which is more exact."""
     if "input_activations" not in values:
         return "float"
     inputs = values.inner("input_activations")
