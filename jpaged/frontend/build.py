@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """Engines that are ready to run, with the facts about their model that users can ask for."""
+    """Engines that are ready to run, and facts about their model for users."""
 
     engine: Engine
     config: EngineConfig
     spec: "DecoderSpec"
     tokenizer: Any | None                    # transformers.PreTrainedTokenizerBase
-    default_sampling_params: SamplingParams  # for requests that bring none
+    default_sampling_params: SamplingParams  # for requests without their own
     others: tuple[Engine, ...] = ()          # further engines, with data_parallel_size
 
 
@@ -94,7 +94,7 @@ def build_engine(
 
 
 def run_headless(model: str, options: Mapping[str, Any]) -> int:
-    """Run a process of an engine that has several, until process 0 closes the engine. Returns the exit status.
+    """Run one process of a multi-process engine until process 0 closes the engine. Returns the exit status.
 
     Raises RequestError for a bad option, ModelLoadError when the model cannot be loaded or the processes disagree.
     """
@@ -107,7 +107,7 @@ def run_headless(model: str, options: Mapping[str, Any]) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """Runners that are ready, before there is an engine. `others` are those of data_parallel_size."""
+    """Runners that are ready, before their engines exist. others: the further runners with data_parallel_size."""
 
     config: EngineConfig
     loaded: "LoadedModel"
@@ -125,7 +125,7 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Load a model and compile its programs. Arguments and errors as in `build_engine`.
 
-    headless: for a process of an engine that does not schedule.
+    headless: for a process with a rank above 0, which does not schedule.
     """
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
@@ -133,9 +133,9 @@ def prepare(
     config = engine_config(model, {name: value for name, value in options.items() if name != "logits_processors"})
     _check_model_arguments(model, params, layout)
     if headless != (config.node_rank > 0):
-        known = "process 0 schedules, and is not headless"
+        known = "process 0 schedules: start it without --headless"
         if not headless:
-            known = "only process 0 answers requests: start the others with jpaged serve --headless"
+            known = "only process 0 serves requests: start the other processes with jpaged serve --headless"
         raise RequestError("node_rank", config.node_rank, known)
     with contextlib.ExitStack() as stack:
         group = _join(config, params)
@@ -150,7 +150,7 @@ def _prepare(
     model: Any, params: Any, config: EngineConfig, processors: tuple[LogitsProcessor, ...],
     group: "ProcessGroup | None", layout: "WeightLayout | None", *, progress: bool, background: bool,
 ) -> Prepared:  # fmt: skip
-    """`prepare`, when the options are checked and the processes have met."""
+    """Continue `prepare` after the options are checked and the processes have joined."""
     with phase("imports"):  # here, so that `import jpaged` imports no jax
         import jax
 
@@ -180,7 +180,7 @@ def _prepare(
     try:
         for index in range(config.data_parallel_size):
             if config.data_parallel_size > 1:
-                where = "a device that all share" if devices is None else ", ".join(map(str, devices[index]))
+                where = "a shared device" if devices is None else ", ".join(map(str, devices[index]))
                 logger.info("engine %d of 0 to %d, on %s", index, config.data_parallel_size - 1, where)
             shared = devices is None or not runners
             runner = ModelRunner.create(
@@ -207,11 +207,11 @@ def _prepare(
 
 
 def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
-    """Meet the other processes of the engine. None: it has one. Raises ModelLoadError, and RequestError."""
+    """Join the engine's other processes; None if there are none. Raises ModelLoadError, and RequestError."""
     if config.nnodes == 1:
         return None
     if params is not None:
-        raise RequestError("nnodes", config.nnodes, "live arrays are for an engine of one process")
+        raise RequestError("nnodes", config.nnodes, "must be 1 with live arrays: leave it out, or load a checkpoint")
     from jpaged.loading import checkpoint_fingerprint
     from jpaged.runtime.parallel.process_group import ProcessGroup
 
@@ -220,7 +220,7 @@ def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
 
 
 def weights_name(config: EngineConfig, *, live: bool) -> str:
-    """Identity of the weights' files. Live arrays have none: their owner knows which they are."""
+    """Name the weights' files by their fingerprint. Live arrays have no files: only their owner can compare them."""
     if live:
         return "live arrays"
     from jpaged.loading import checkpoint_fingerprint
@@ -229,7 +229,7 @@ def weights_name(config: EngineConfig, *, live: bool) -> str:
 
 
 def _sampling_defaults(loaded: "LoadedModel", config: EngineConfig) -> SamplingParams:
-    """Return the sampling parameters of requests that bring none. Raises ModelLoadError, or RequestError."""
+    """Return the sampling parameters of requests without their own. Raises ModelLoadError, or RequestError."""
     from jpaged.loading.checkpoint import read_json
 
     source: Mapping[str, Any] = loaded.generation_config
@@ -308,7 +308,7 @@ def _engine(
 def _check_outputs(engine: Engine, loaded: "LoadedModel") -> None:
     """Run one token through the model. Raises ModelLoadError if its logits, or its pooled vector, are not finite.
 
-    The step uses programs that exist, and leaves no cached KV, no statistics and no drawn seed.
+    The step uses existing programs, and leaves no cached KV, no statistics and no drawn seed.
     """
     import numpy as np
 
@@ -335,7 +335,7 @@ def _check_outputs(engine: Engine, loaded: "LoadedModel") -> None:
 
 
 def _pooling(loaded: "LoadedModel") -> Pooling | None:
-    """Return how a pooling model makes its output; None for a model that generates."""
+    """Return the output of a pooling model, as `Pooling`; None for a model that generates."""
     spec = loaded.spec
     if not spec.pools:
         return None

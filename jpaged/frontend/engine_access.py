@@ -58,7 +58,7 @@ class EngineAccess:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of requests that bring none."""
+        """Return the sampling parameters of requests without their own."""
         return self.default_sampling_params
 
     @property
@@ -68,7 +68,7 @@ class EngineAccess:
 
     @property
     def num_engines(self) -> int:
-        """Engines that share the requests: `data_parallel_size`."""
+        """Number of engines that share the requests: `data_parallel_size`."""
         return 1 + len(self._others)
 
     @property
@@ -78,11 +78,11 @@ class EngineAccess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all programs exist. On CPU most of them are compiled after the constructor has returned."""
+        """True once all programs are compiled. On CPU most are compiled after the constructor has returned."""
         return all(engine.runner.is_ready for engine in self.engines)
 
     def wait_until_ready(self) -> None:
-        """Wait until all programs exist: call it before a measurement. Raises EngineError if one cannot be compiled."""
+        """Wait until all programs are compiled, for example before a measurement. Raises EngineError if one fails."""
         for engine in self.engines:
             engine.runner.wait_until_ready()
 
@@ -96,21 +96,21 @@ class EngineAccess:
         return total_stats([each.stats() for each in self.engines])
 
     def metrics(self, engine: int = 0) -> EngineMetricsSnapshot | None:
-        """Return the figures that `/metrics` shows: statistics and distributions. None with `disable_log_stats`.
+        """Return the statistics and distributions that `/metrics` shows. None with `disable_log_stats`.
 
         engine: index of the engine, with data_parallel_size.
         """
         return self._engine_at(engine).metrics()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engines' figures as named metrics: vLLM's names, and `jpaged:` for further figures.
+        """Return the engines' metrics: vLLM's names, and further metrics with the prefix `jpaged:`.
 
         Each is a `Counter`, `Gauge` or `Histogram` of `jpaged.metric_families`. The label `model_name` is the engine's
         `model`, and `engine` its index. Raises RequestError with `disable_log_stats`, and EngineError after `close`.
         """
         snapshots = [each for each in (engine.metrics() for engine in self.engines) if each is not None]
         if not snapshots:
-            raise RequestError("disable_log_stats", True, "get_metrics needs the figures: make the engine without it")
+            raise RequestError("disable_log_stats", True, "must be False for get_metrics: make the engine without it")
         return [metric for family in families_of(snapshots, self.config.model) for metric in family.metrics]
 
     def reset_stats(self) -> None:
@@ -119,7 +119,7 @@ class EngineAccess:
             engine.reset_stats()
 
     def start_profile(self, folder: str | os.PathLike[str]) -> None:
-        """Record what host and device do into a new folder below `folder/plugins/profile`, until `stop_profile`.
+        """Record a profile of host and device until `stop_profile`, in a new folder below `folder/plugins/profile`.
 
         For TensorBoard or Perfetto. Raises EngineError if a profile is running: JAX has one profiler per process.
         """
@@ -137,7 +137,7 @@ class EngineAccess:
 
     @property
     def engine(self) -> Engine:
-        """The first engine, for diagnosis: its runner and its scheduler. Do not call its methods while requests run.
+        """The first engine, for diagnosis. Do not call its methods while requests run.
 
         Raises EngineError in a forked process, and with `LLM` after `close`.
         """
@@ -152,7 +152,7 @@ class EngineAccess:
         return (self.engine, *self._others)
 
     def _engine_at(self, index: int) -> Engine:
-        """An engine by its index. Raises RequestError if there is none, and EngineError after `close`."""
+        """Return an engine by its index. Raises RequestError for an invalid index, and EngineError after `close`."""
         engines = self.engines
         if type(index) is not int or not 0 <= index < len(engines):
             raise RequestError("engine", index, f"must be the index of an engine, from 0 to {len(engines) - 1}")

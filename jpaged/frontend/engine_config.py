@@ -27,8 +27,8 @@ from jpaged.params.pooling import TASKS
 
 LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays and no checkpoint
 
-# vLLM's engine options that jpaged does not have yet. Each has its neutral values: those that ask for nothing beyond
-# what jpaged does. A script that sets a neutral value runs; any other value is refused.
+# vLLM's engine options that jpaged does not have yet, with their neutral values, which need no feature that jpaged
+# lacks. A neutral value is ignored; any other value is refused.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True),
     "enable_chunked_prefill": (True, None),
@@ -52,7 +52,7 @@ ALIASES = {
 def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
     """Make an EngineConfig of options given by name.
 
-    model: the model's name; anything but a string stands for live arrays.
+    model: the model's name; a value that is not a string stands for live arrays.
     Raises RequestError for an unknown option, or for a value of the wrong type or out of range.
     """
     options = _without_aliases(_without_task(options))
@@ -81,7 +81,7 @@ def _without_task(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's names of options. None stands for jpaged's default. Raises RequestError for both names of one."""
+    """Replace vLLM's names of options. None stands for the default. Raises RequestError if both names are given."""
     made = {name: value for name, value in options.items() if name not in ALIASES}
     for alias, name in ALIASES.items():
         value = options.get(alias)
@@ -160,7 +160,7 @@ def _check_values(config: EngineConfig) -> None:
 
 
 def _check_handover(config: EngineConfig) -> None:
-    """Raise RequestError if no engine could take the KV that another one computes."""
+    """Raise RequestError if no engine can receive the KV that another engine computes."""
     count, most = config.prefill_engines, config.data_parallel_size - 1
     if not 0 <= count <= most:
         known = f"must be from 0 to data_parallel_size - 1 = {most}: at least one engine generates"
@@ -178,7 +178,7 @@ def _check_handover(config: EngineConfig) -> None:
 
 
 def _check_stages(config: EngineConfig) -> None:
-    """Raise RequestError for a number of pipeline stages that cannot be, or an option that does not go with them."""
+    """Raise RequestError for an invalid number of pipeline stages, or an option that is not supported with stages."""
     count = config.pipeline_parallel_size
     if count < 1:
         raise RequestError("pipeline_parallel_size", count, "must be a number of stages, from 1")
@@ -194,7 +194,7 @@ def _check_stages(config: EngineConfig) -> None:
 
 
 def _check_nodes(config: EngineConfig) -> None:
-    """Raise RequestError for a number of processes, or a rank, that cannot be."""
+    """Raise RequestError for an invalid number of processes, rank or port."""
     if config.nnodes < 1:
         raise RequestError("nnodes", config.nnodes, "must be a number of processes, from 1")
     if not 0 <= config.node_rank < config.nnodes:
@@ -224,7 +224,7 @@ def _checked(name: str, hint: Any, value: object) -> Any:
     if value is None and rest:  # every union in EngineConfig is `type | None`
         return None
     if isinstance(value, Mapping):
-        value = dict(value)  # the caller's may change
+        value = dict(value)  # the caller may change the original
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = tuple(_python_scalar(part) for part in value)
     value = _python_scalar(value)

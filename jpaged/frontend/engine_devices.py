@@ -13,13 +13,13 @@ Devices = tuple[jax.Device, ...]
 
 
 def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | None:
-    """The devices of each engine. None: all engines use the devices of the first one, and its weights.
+    """Return the devices of each engine. None: all engines share the devices and the weights of the first engine.
 
-    live: the weights are arrays of the caller, which stay where they are.
-    Raises ModelLoadError, before any weight is read, if the devices do not suffice.
+    live: the weights are the caller's arrays, which must stay on their device.
+    Raises ModelLoadError, before any weight is read, if there are too few devices.
 
-    Only engines of one CPU device each share it. Programs of several devices must start in the same order on all of
-    them. The threads of two engines start theirs in any order, so sums over devices could wait for each other forever.
+    Engines share a device only on CPU, and only if each has one device. A program for several devices must start in the
+    same order on each of them. Two engines' threads start programs in any order, so their all-reduces could deadlock.
     """
     count, size = config.data_parallel_size, config.devices_per_engine
     if count == 1:
@@ -27,8 +27,8 @@ def devices_of_engines(config: EngineConfig, *, live: bool) -> list[Devices] | N
     devices = jax.devices()
     if len({device.process_index for device in devices}) > 1:
         raise ModelLoadError(
-            f"data_parallel_size={count}: all engines are in one process, and there are several: leave it out, and "
-            "start a server for each engine"
+            f"data_parallel_size={count}: all engines run in one process, but JAX has devices of several processes: "
+            "leave it out, and start a server for each engine"
         )
     may_share = size == 1 and devices[0].platform == "cpu"
     if may_share and (live or len(devices) < count):
@@ -67,10 +67,7 @@ def _too_few(config: EngineConfig, devices: list[jax.Device]) -> str:
 
 
 def copied(params: Any, here: Devices, there: Devices) -> Any:
-    """A copy of a tree of weights on other devices: what is on here[i] goes to there[i].
-
-    An array that occurs twice in the tree is one copy.
-    """
+    """Copy a tree of weights from here[i] to there[i]. An array that occurs twice in the tree is copied once."""
     moved = dict(zip(here, there, strict=True))
     copies: dict[int, jax.Array] = {}
 
@@ -83,7 +80,7 @@ def copied(params: Any, here: Devices, there: Devices) -> Any:
 
 
 def _moved(sharding: Sharding, moved: dict[jax.Device, jax.Device]) -> Sharding:
-    """The same sharding on other devices."""
+    """Return the same sharding on other devices."""
     if not isinstance(sharding, NamedSharding):
         return SingleDeviceSharding(moved[next(iter(sharding.device_set))])
     devices = np.vectorize(moved.__getitem__, otypes=[object])(sharding.mesh.devices)

@@ -4,7 +4,7 @@
    steps. While the engine is paused, new requests are held, and are added when it resumes.
 2. After each step the thread posts the new outputs to the event loops of their readers, with one call per loop.
 3. When the engine is idle, the thread checks the engine's integrity.
-4. A watchdog logs what a step does that takes too long (`frontend/watchdog.py`).
+4. A watchdog logs steps that take too long (`frontend/watchdog.py`).
 """
 
 import asyncio
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 10.0  # after a failed step: other engines are preferred for so long
+RETRY_SECONDS = 10.0  # time after a failed step in which other engines are preferred
 CHECK_AFTER_SECONDS = 1.0  # idle time before the integrity check: a request is then unlikely to wait for it
-CHECK_EVERY_SECONDS = 60.0  # at least, between two integrity checks: each one walks the whole pool
+CHECK_EVERY_SECONDS = 60.0  # minimum time between two integrity checks: each walks the whole pool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,24 +79,24 @@ class EngineThread:
     """Owns an engine, and runs it until `close`. The public methods may be called from any thread."""
 
     def __init__(self, engine: Engine, *, watchdog_seconds: float = STALL_SECONDS, name: str = "jpaged-engine"):
-        """watchdog_seconds: a step that takes longer is logged, and makes the engine unhealthy. name: of the thread."""
+        """watchdog_seconds: a longer step is logged, and makes the engine unhealthy. name: of the thread."""
         self._engine = engine
         self._live: dict[str, OutputStream] = {}  # by request id, of all requests in the engine
         self._wake = threading.Condition()
         self._commands: deque[_Command] = deque()
         self._closing = False
-        self._ended: EngineError | None = None  # why the thread accepts no more commands
+        self._ended: EngineError | None = None  # the reason why the thread accepts no more commands
         self._step_error: EngineError | None = None  # of the last step
         self._failed_at = -math.inf                  # when a step failed last
         self._integrity_error: EngineError | None = None  # of the integrity check; only a new engine is healthy again
         self._when_fatal: list[Callable[[EngineError], None]] = []
         self._paused = False
         self._asleep: frozenset[str] = frozenset()  # tags of `wake_up` that sleep
-        self._pausing: list[_Pause] = []            # wait until no request runs
-        self._held: dict[str, _Add] = {}            # requests that came while the engine is paused, by id
+        self._pausing: list[_Pause] = []            # pauses that wait until no request runs
+        self._held: dict[str, _Add] = {}            # requests that arrived while the engine is paused, by id
         self._queue = QueueLength(-engine.runner.max_num_seqs)  # after the last step or command
-        self._arriving = QueueLength()              # requests that count as queued, and are not queued yet
-        self._reserved: set[str] = set()            # ids of those that are not among the commands either
+        self._arriving = QueueLength()              # requests that count as queued, but are not queued yet
+        self._reserved: set[str] = set()            # ids of arriving requests without an _Add command yet
         self._last_step = time.monotonic()
         self._last_check = -math.inf
         self._next_check: float | None = None  # when to check the integrity; None: no step since the last check
@@ -112,14 +112,14 @@ class EngineThread:
         return self._engine.runner
 
     def prefixes(self, request_group: RequestGroup) -> Sequence[int]:
-        """Names of the prompt's beginnings, for `routed`. One engine needs none."""
+        """Return (): a single engine needs no prefix hashes."""
         return ()
 
     @contextlib.contextmanager
     def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator["EngineThread"]:
-        """A context with the thread that the request goes to: this one. The request counts as queued.
+        """Context that yields this thread, and counts the request as queued. Raises as `add`.
 
-        The context ends that if `add` was not called. Raises as `add`.
+        When the context ends without a call of `add`, the request no longer counts.
         """
         with self._wake:
             self._reserve(request_group)
@@ -134,13 +134,13 @@ class EngineThread:
 
     @property
     def num_requests(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._live) + self._arriving.queued
 
     def add(self, request_group: RequestGroup, stream: OutputStream) -> None:
-        """Add a request group; its outputs go to `stream`. A reservation of the request is used up.
+        """Add a request group, which may be reserved by `routed`. Its outputs go to `stream`.
 
-        Raises EngineError when the engine is closed or ended, and CapacityError if the queue is full.
+        Raises EngineError when the engine is closed or has ended, and CapacityError if the queue is full.
         """
         with self._wake:
             if request_group.request_id in self._reserved:
@@ -159,7 +159,7 @@ class EngineThread:
     def check_room(self, num_tokens: int = 0) -> None:
         """Raise CapacityError if the queue has no room for a prompt of `num_tokens` tokens. EngineError as `add`.
 
-        Reads the queue's length after the last step, so a request is refused at once, however long the step takes.
+        It reads the queue's length after the last step, so it does not wait for the running step.
         """
         self.check_open()
         admission = self._engine.admission
@@ -167,11 +167,11 @@ class EngineThread:
             admission.check_length(self._length_with_arriving(), num_tokens)
 
     def has_room(self, num_tokens: int = 0) -> bool:
-        """Whether the queue has room, as `check_room`. Nothing is counted as refused."""
+        """Return True if `check_room` would not raise CapacityError. Counts no refused request."""
         admission = self._engine.admission
         if not admission.has_limits:
             return True
-        with self._wake:  # a request moves from the arriving ones to the queue under this lock
+        with self._wake:  # a request moves from `_arriving` to `_queue` under this lock
             return admission.has_room(self._length_with_arriving(), num_tokens)
 
     def abort(self, request_id: str) -> None:
@@ -205,34 +205,34 @@ class EngineThread:
         return self._call(lambda: self._engine.put_kv(handover))
 
     def pause(self, mode: PauseMode, *, clear_cache: bool, sleep: bool = False) -> Future[None]:
-        """Pause; see `PauseMode`. The answer comes when no step runs any more. Raises EngineError as `add`.
+        """Pause; see `PauseMode`. The future is done when no step runs. Raises EngineError as `add`.
 
-        clear_cache: forget all cached KV. Kept requests recompute theirs. sleep: also free the KV pool.
+        clear_cache: empty the prefix cache. Kept requests recompute their KV. sleep: also free device memory.
         """
         answer: Future[None] = Future()
         self._submit(_Pause(mode, clear_cache, sleep, answer))
         return answer
 
     def resume(self) -> Future[None]:
-        """End a pause, and add the requests that were held. The answer is RequestError if the engine sleeps."""
+        """End a pause, and add the held requests. The future raises RequestError if the engine sleeps."""
         return self._call(self._resume)
 
     def wake_up(self, tags: frozenset[str]) -> Future[None]:
-        """Allocate again what sleep has freed. Resume if all of it is there. The answer may be EngineError."""
+        """Allocate the memory that sleep freed. Resume if all parts are awake. The future may raise EngineError."""
         return self._call(lambda: self._wake_up(tags))
 
     @property
     def is_paused(self) -> bool:
-        """Whether new requests are held."""
+        """True while new requests are held."""
         return self._paused
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether a part of the engine's memory is freed."""
+        """True while a part of the engine's memory is freed."""
         return bool(self._asleep)
 
     def when_fatal(self, callback: Callable[[EngineError], None]) -> None:
-        """Call a function once if the engine ends by itself, on this or the engine's thread."""
+        """Call a function once if the engine fails: on the engine's thread, or on this one if it has failed already."""
         with self._wake:
             self._when_fatal.append(callback)
             ended = None if self._closing else self._ended
@@ -260,12 +260,12 @@ class EngineThread:
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine is neither closed nor ended."""
+        """False once the engine is closed or has ended."""
         return self._ended is None and not self._closing
 
     @property
     def is_preferred(self) -> bool:
-        """Whether the engine is healthy. After a failed step it counts as healthy again in RETRY_SECONDS."""
+        """True if the engine is healthy. After a failed step, it is again True after RETRY_SECONDS."""
         try:
             self.check_health()
         except EngineError as error:
@@ -304,8 +304,8 @@ class EngineThread:
     def _serve(self) -> None:
         """Carry out commands and step, until `close` or until the engine fails. Then end all requests.
 
-        A BaseException ends the engine like any other error. Python would end this thread silently on SystemExit, and a
-        Rust extension that panics raises a BaseException: the clients would wait forever.
+        BaseException is caught too. SystemExit would end this thread silently, and a Rust panic is a BaseException:
+        clients would wait forever.
         """
         try:
             while self._carry_out_commands():
@@ -344,7 +344,7 @@ class EngineThread:
 
     @property
     def _frozen(self) -> bool:
-        """Whether the engine runs no step, whatever requests it has."""
+        """True if the engine must run no step, even if it has requests."""
         return bool(self._asleep) or (self._paused and not self._pausing)
 
     @property
@@ -391,7 +391,7 @@ class EngineThread:
                         answer.set_exception(error)
                 case _Pause() as pause if pause.answer.set_running_or_notify_cancel():
                     self._pause(pause)
-            self._commands.popleft()  # only now: if a command fails, `_serve` still finds it and reports the failure
+            self._commands.popleft()  # last, so that `_serve` finds a command that failed, and reports the failure
         if count:
             self._publish_queue()
         return True
@@ -399,7 +399,7 @@ class EngineThread:
     def _admit(self, add: _Add) -> None:
         """Add a request, or hold it while the engine is paused.
 
-        The queue is not checked again. `add` has counted the request, and another engine may have had room for it.
+        `add` has checked the queue. A second check could refuse a request for which another engine had room.
         """
         if self._paused:
             self._held[add.request_group.request_id] = add
@@ -413,7 +413,7 @@ class EngineThread:
             self._post([(add.request_group.request_id, error)])
 
     def _queue_length(self) -> QueueLength:
-        """The length of the queue, with the requests that are held."""
+        """Length of the queue, including held requests."""
         if not self._engine.admission.has_limits:
             return QueueLength()
         length, held = self._engine.admission.queue_length(), self._held.values()
@@ -421,17 +421,17 @@ class EngineThread:
         return length.plus(len(held), tokens)
 
     def _length_with_arriving(self) -> QueueLength:
-        """The length of the queue after the last step, and the requests that came since."""
+        """Length of the queue after the last step, plus the requests that have arrived since."""
         arriving = self._arriving
         return self._queue.plus(arriving.queued, arriving.num_tokens)
 
     def _publish_queue(self) -> None:
-        """Let other threads see the length of the queue."""
+        """Update the length of the queue that other threads read."""
         if self._engine.admission.has_limits:
             self._queue = self._queue_length()
 
     def _note_arrived(self, add: _Add) -> None:
-        """A request is no longer among the commands."""
+        """Count a request as queued instead of arriving."""
         queue = self._queue_length()
         with self._wake:
             self._arriving = self._arriving.plus(-1, -len(add.request_group.prompt_token_ids))
@@ -448,7 +448,7 @@ class EngineThread:
         self._finish_pausing()
 
     def _finish_pausing(self) -> None:
-        """Answer the pauses that wait, if nothing runs any more, or if a newer one keeps what runs."""
+        """Complete the waiting pauses, unless the newest has mode WAIT and requests still run."""
         if not self._pausing or (self._pausing[-1].mode is PauseMode.WAIT and self._engine.has_work):
             return
         pauses, self._pausing = self._pausing, []
@@ -493,7 +493,7 @@ class EngineThread:
             logger.error("the state of the idle engine is inconsistent, a bug in jpaged; it was reset: %s", error)
             message = f"the engine's state was inconsistent: {error}; restart it, and report this"
             self._integrity_error = EngineError(message)
-            self._engine.start_over()  # requests before the restart get a free pool: the old one may mix up KV
+            self._engine.start_over()  # until the restart, requests get an empty pool: the old one may mix up their KV
         self._last_check = time.monotonic()
 
     def _advance(self, turn: Callable[[], list[Output]]) -> None:

@@ -35,16 +35,16 @@ class EngineThreads:
     def __init__(
         self, engines: Sequence[Engine], routing: str, *, num_prefill: int = 0, watchdog_seconds: float = STALL_SECONDS
     ):
-        """routing: name of the router. num_prefill: engines that only compute prompts: the first ones.
+        """routing: name of the router. num_prefill: the first `num_prefill` engines only compute prompts.
 
-        watchdog_seconds: as `EngineThread`.
+        watchdog_seconds: as for `EngineThread`.
         """
         self.num_prefill = num_prefill
-        self._router = ROUTERS[routing]()            # of the engines that generate
+        self._router = ROUTERS[routing]()     # for the engines that generate
         self._prefill_router = ROUTERS[routing]()
-        self._lock = threading.Lock()         # guards the router and the two lists of numbers below
+        self._lock = threading.Lock()         # guards the routers, _when_fatal and _num_running
         self._when_fatal: list[Callable[[EngineError], None]] = []
-        self._num_running = len(engines)      # engines that have not ended by themselves
+        self._num_running = len(engines)      # engines that have not failed
         self.threads = tuple(
             EngineThread(engine, watchdog_seconds=watchdog_seconds, name=f"jpaged-engine-{index}")
             for index, engine in enumerate(engines)
@@ -54,17 +54,17 @@ class EngineThreads:
             thread.when_fatal(partial(self._note_ended, index))
 
     def prefixes(self, request_group: RequestGroup) -> Sequence[int]:
-        """Names of the prompt's beginnings, for `routed`. Takes time that grows with the prompt."""
+        """Return the hashes of the prompt's prefixes, for `routed`. Takes time that grows with the prompt."""
         if not isinstance(self._router, PrefixAffine):
             return ()
         return prefix_names(request_group.prompt_token_ids, self._block_size, request_group.cache_salt)
 
     @contextlib.contextmanager
     def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator[EngineThread]:
-        """Choose the engine of a request, and yield its thread. The request counts as queued there.
+        """Choose the engine of a request, yield its thread, and count the request as queued there.
 
-        The context ends that if `add` was not called. Raises EngineError if all engines have ended, and CapacityError
-        if all queues are full.
+        When the context ends without a call of `add`, the request no longer counts. Raises EngineError if all engines
+        have ended, and CapacityError if all queues are full.
         """
         generating = range(self.num_prefill, len(self.threads))
         with self._routed_among(generating, self._router, request_group, prefixes) as thread:
@@ -88,9 +88,10 @@ class EngineThreads:
             yield thread
 
     def _loads(self, num_tokens: int, among: range) -> list[float]:
-        """The load of each engine; infinite for one that must not be chosen.
+        """Return the number of requests of each engine; infinite for an engine that must not be chosen.
 
-        Healthy engines whose queue has room for `num_tokens` tokens come first, then all with room, then all.
+        Only open engines may be chosen. Engines without room for `num_tokens` tokens are excluded, if others have room.
+        Of the rest, unhealthy engines are excluded, if others are healthy.
         """
         self._check_open(among)
         chosen = [index for index in among if self.threads[index].is_open] or [among[0]]
@@ -121,7 +122,7 @@ class EngineThreads:
         return self.threads[engine].inspect()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> Future[bool]:
-        """Reset the prefix cache of each engine. The answer is False if a request ran on one, which was not reset."""
+        """Reset the prefix cache of each engine. The result is False if an engine had a request and was not reset."""
         self._forget()
         call = partial(EngineThread.reset_prefix_cache, reset_running_requests=reset_running_requests)
         return self._ask_all(call, all)
@@ -142,21 +143,21 @@ class EngineThreads:
 
     @property
     def is_paused(self) -> bool:
-        """Whether new requests are held by an engine."""
+        """True while an engine holds new requests."""
         return any(thread.is_paused for thread in self.threads)
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether a part of an engine's memory is freed."""
+        """True while a part of an engine's memory is freed."""
         return any(thread.is_sleeping for thread in self.threads)
 
     def when_fatal(self, callback: Callable[[EngineError], None]) -> None:
-        """Call a function once if the last engine ends by itself, on the thread of that engine."""
+        """Call a function once when all engines have failed, on the last engine's thread."""
         with self._lock:
             self._when_fatal.append(callback)
 
     def check_open(self) -> None:
-        """Raise EngineError when the engines are closed, or all that generate have ended."""
+        """Raise EngineError when the engines are closed, or all generating engines have ended."""
         self._check_open(range(self.num_prefill, len(self.threads)))
 
     def _check_open(self, among: range) -> None:
@@ -179,13 +180,13 @@ class EngineThreads:
             thread.close()
 
     def _forget(self) -> None:
-        """The engines forget their cached prefixes."""
+        """Reset the routers, before the engines empty their prefix caches."""
         with self._lock:
             self._router.forget()
             self._prefill_router.forget()
 
     def _note_ended(self, index: int, error: EngineError) -> None:
-        """An engine has ended by itself."""
+        """Count an engine that has failed."""
         with self._lock:
             self._num_running -= 1
             fatal = [] if self._num_running else self._when_fatal
@@ -196,7 +197,7 @@ class EngineThreads:
     def _ask_all(
         self, ask: Callable[[EngineThread], Future[T]], join: Callable[[list[T]], T]
     ) -> Future[T]:
-        """Ask all engines that have not ended. The answer comes when all have answered: the first error, if any."""
+        """Call `ask` for all engines that have not ended. Returns a future of `join(results)`, or the first error."""
         self.check_open()
         answers = []
         for thread in self.threads:
@@ -224,4 +225,4 @@ class EngineThreads:
 
 
 def _nothing(answers: Sequence[None]) -> None:
-    """Join answers that say nothing."""
+    """Join results that are all None."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jpaged.engine.engine import Output
 
-POLL_SECONDS = 0.05  # how often the caller's checks run, and an engine without requests looks around
+POLL_SECONDS = 0.05  # interval of `check`, and of `idle` for an engine without requests
 
 
 def run_engines(
@@ -18,13 +18,12 @@ def run_engines(
 ) -> None:
     """Run engines until their requests have ended.
 
-    turns: one step of each engine: returns its outputs. Called on the engine's thread.
+    turns: by engine, a function that runs one step and returns its outputs. Called on the engine's thread.
     idle:  called with an engine's index between two steps, and every POLL_SECONDS once its requests have ended.
-    ids:   of each engine's requests.
+    ids:   by engine, the ids of its requests.
     note:  called on this thread with the last outputs of requests that have ended.
     check: called on this thread every POLL_SECONDS; its errors end the run.
-
-    An error of one engine ends the run of all, and is raised. All threads have ended when this returns or raises.
+    An error of one engine ends all engines' runs, and is raised. All threads have ended when this returns or raises.
     """
     ended: queue.SimpleQueue[list[Output] | BaseException] = queue.SimpleQueue()
     stop = threading.Event()

@@ -9,7 +9,7 @@ from jpaged.params.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# The keys that set a default, each with the name of the parameter. vLLM reads the same keys, and no do_sample either.
+# Key of generation_config.json -> sampling parameter. vLLM reads the same keys, and also ignores do_sample.
 KEYS = {
     "repetition_penalty": "repetition_penalty",
     "temperature": "temperature",
@@ -23,12 +23,11 @@ KEYS = {
 def generation_defaults(
     generation_config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """Make the sampling parameters of requests that bring none.
+    """Make the default sampling parameters, for requests without their own.
 
     generation_config: content of generation_config.json. A key that is absent or null leaves vLLM's default.
-    overrides:         `EngineConfig.override_generation_config`. Raises RequestError for a key or a value that sets no
-        default.
-    Raises ModelLoadError for a value of the file that SamplingParams refuses.
+    overrides:         `EngineConfig.override_generation_config`.
+    Raises RequestError for an invalid override, and ModelLoadError for a value of the file that SamplingParams refuses.
     """
     replaced = {}
     for key, value in (overrides or {}).items():
@@ -37,7 +36,7 @@ def generation_defaults(
             accepted = f"sets no sampling parameter: use {', '.join(KEYS)}"
             raise RequestError(f"override_generation_config.{key}", value, accepted)
         replaced[name] = value
-    SamplingParams(**replaced)  # names the option's own mistakes
+    SamplingParams(**replaced)  # raises for an invalid override, before an error would name the file
     given = {name: generation_config[key] for key, name in KEYS.items() if generation_config.get(key) is not None}
     given |= replaced
     if given:

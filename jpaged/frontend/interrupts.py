@@ -7,7 +7,7 @@ from typing import Self
 
 
 class DeferredInterrupt:
-    """A context in which Ctrl-C does not interrupt at once. `check`, and leaving the context, raise KeyboardInterrupt.
+    """A context that delays Ctrl-C until `check`, or the end of the context, raises KeyboardInterrupt.
 
     An interrupt inside a step would leave a KV cache that does not match its index. A second Ctrl-C interrupts at once.
     The context does nothing outside the main thread, or if SIGINT is ignored or has another handler.

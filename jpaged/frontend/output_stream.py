@@ -8,10 +8,10 @@ from jpaged.outputs import RequestOutput
 
 
 class OutputStream:
-    """Holds the latest output of one request until the request's reader takes it.
+    """Holds the latest output of one request until its reader gets it.
 
     loop:   the reader's event loop.
-    deltas: each output has only what is new. An output that is still unread is joined with the next one.
+    deltas: each output has only the new part. An unread output is joined with the next one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool = False):
@@ -19,7 +19,7 @@ class OutputStream:
         self.deltas = deltas
         self.aborted = False  # the caller aborted the request before its prompt was tokenised
         self._unread: Output | JPagedError | None = None
-        self._reader: asyncio.Future[None] | None = None  # a reader waits for it: half the time of an asyncio.Event
+        self._reader: asyncio.Future[None] | None = None  # the reader awaits it; takes half the time of asyncio.Event
 
     def put(self, latest: Output | JPagedError) -> None:
         """Store an output, or the error that ended the request. Called on the event loop."""

@@ -10,7 +10,7 @@ WAKE_TAGS = ("weights", "kv_cache")
 
 
 class PauseMode(enum.StrEnum):
-    """Fate of running requests when the engine pauses. New requests wait until it resumes."""
+    """Treatment of running requests when the engine pauses. New requests wait until it resumes."""
 
     ABORT = "abort"  # they end, with finish_reason 'abort'
     WAIT = "wait"    # the engine pauses when they have finished
@@ -18,7 +18,7 @@ class PauseMode(enum.StrEnum):
 
 
 def pause_mode(mode: str) -> PauseMode:
-    """Return the mode. Raises RequestError."""
+    """Return the mode of this name. Raises RequestError for an unknown name."""
     try:
         return PauseMode(mode)
     except ValueError:
@@ -33,7 +33,7 @@ def check_level(level: int) -> None:
 
 
 def wake_tags(tags: Sequence[str] | None) -> frozenset[str]:
-    """Return what to wake up; None: everything. Raises RequestError."""
+    """Return the tags of the parts to wake up; None: all parts. Raises RequestError for an unknown tag."""
     if tags is None:
         return frozenset(WAKE_TAGS)
     for tag in [tags] if isinstance(tags, str) else tags:

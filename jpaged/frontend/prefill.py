@@ -1,12 +1,11 @@
-"""Prompts are computed on engines of their own (prefill_engines), which hand the KV over to the engines that generate.
+"""Computes prompts on separate engines (prefill_engines), which hand the KV over to the engines that generate.
 
-1. A prefill engine runs the prompt for one token, which is dropped.
-2. The KV of the prompt's full blocks is copied to the host, and from there into the prefix cache of the engine that
-   generates.
-3. The request runs there as any other, and finds the blocks. It computes at least the prompt's last token.
+1. A prefill engine runs the prompt for one token, and drops the token.
+2. The KV of the prompt's full blocks is copied to the host, and then into the prefix cache of the generating engine.
+3. The request runs there as usual, and finds the blocks. It computes at least the prompt's last token.
 
-So the answer is the one without prefill engines. If a prefill engine fails or is full, the other engine computes the
-prompt.
+So answers are the same as without prefill engines. If a prefill engine fails or is full, the generating engine computes
+the prompt.
 """
 
 import asyncio
@@ -30,9 +29,9 @@ async def prefill(
     threads: EngineThreads, inputs: InputProcessor, request_group: RequestGroup, prefixes: Sequence[int],
     to: EngineThread, priority: int,
 ) -> None:  # fmt: skip
-    """Compute the prompt of a request on a prefill engine, and give its KV to the engine `to`.
+    """Compute the prompt of a request on a prefill engine, and hand its KV over to the engine `to`.
 
-    Does nothing for a prompt without a full block before its last token, and for one whose KV is not shared.
+    Does nothing for a prompt without a full block before its last token, or for a request that skips the prefix cache.
     """
     token_ids = request_group.prompt_token_ids
     if len(token_ids) <= to.runner.block_size or request_group.first.skips_prefix_cache:
@@ -53,4 +52,4 @@ async def prefill(
         handover = await asyncio.wrap_future(thread.take_kv(twin))
         await asyncio.wrap_future(to.put_kv(handover))
     except JPagedError as error:
-        logger.warning("the prompt of %s is computed where it is answered: %s", request_group.request_id, error)
+        logger.warning("the generating engine computes the prompt of %s: %s", request_group.request_id, error)

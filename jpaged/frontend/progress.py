@@ -12,7 +12,7 @@ from jpaged.outputs import EngineStats
 
 REFRESH_SECONDS = 0.2  # between two updates of tokens per second and KV use
 
-# True: show a bar of tqdm, on a terminal or in a notebook. A callable makes another bar, of `total` prompts.
+# True: show a bar of tqdm, on a terminal or in a notebook. A callable makes another bar from `total`, in prompts.
 UseTqdm = bool | Callable[..., Any]
 
 
@@ -20,7 +20,7 @@ class Progress:
     """A progress bar over the prompts of one call, or no bar."""
 
     def __init__(self, use_tqdm: UseTqdm, total: int, stats: Callable[[], EngineStats], *, counts_prompts: bool):
-        """stats: of the engines. counts_prompts: show prompt tokens a second, in place of generated ones."""
+        """stats: returns the engines' statistics. counts_prompts: show the rate of prompt, not generated, tokens."""
         self._bar = _bar(use_tqdm, total)
         self._stats = stats
         self._counts_prompts = counts_prompts

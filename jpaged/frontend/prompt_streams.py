@@ -44,8 +44,7 @@ def outputs_of(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (index of the prompt, output) for several prompts, in order of arrival. Closing it aborts all requests.
 
-    refuse_cut: as for `AsyncLLM.generate`. on_admitted: as well; called once per prompt.
-
+    refuse_cut, on_admitted: as for `AsyncLLM.generate`. on_admitted is called once per prompt.
     If one prompt fails, its error is raised and the other requests are aborted.
     """
     streams = [

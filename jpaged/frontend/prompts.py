@@ -24,17 +24,17 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def one_each(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
-    """Return one value of parameter `name` per prompt. Raises RequestError for a list whose length is not `count`."""
+    """Return one value of parameter `name` per prompt. Raises RequestError unless a list has `count` values."""
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
-        accepted = f"{len(given)} of them for {count} prompts: give one, or one for each prompt"
+        accepted = f"{len(given)} values for {count} prompts: give one, or one for each prompt"
         raise RequestError(name, f"a list of {len(given)}", accepted)
     return given
 
 
 def with_prompt_index(error: RequestError, index: int, count: int) -> RequestError:
-    """Add to an error's message which of `count` prompts it is about."""
+    """Add the prompt's index to an error's message, if there are several prompts."""
     if count == 1:
         return error
     return RequestError(error.parameter, error.value, f"{error.accepted}, in prompt {index} of {count}")

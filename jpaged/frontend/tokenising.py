@@ -12,13 +12,13 @@ from jpaged.lifetime import call_at_exit
 from jpaged.text.encoder import WHOLE
 
 T = TypeVar("T")
-LONG_WORKERS = 2  # tokenise long prompts. Their work is in the tokenizer, which releases the global lock
+LONG_WORKERS = 2  # threads for long prompts. The tokenizer releases the GIL
 
 
 class TokeniserThreads:
-    """Runs calls by the length of their prompts, shortest first. Calls of about equal length run in order of arrival.
+    """One thread for short prompts and `LONG_WORKERS` threads for long ones. Both run the shortest prompt first.
 
-    One thread is for short prompts, and `LONG_WORKERS` are for long ones.
+    Prompts of about equal length run in order of arrival.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class TokeniserThreads:
     async def run(self, length: int, call: Callable[[Callable[[], bool]], T]) -> T:
         """Run `call(cancelled)` in a thread, and return its result. length: characters of its prompt.
 
-        `cancelled` returns True after this coroutine was cancelled.
+        `cancelled` returns True once this coroutine has been cancelled.
         """
         cancelled = threading.Event()
         threads = self._short if length <= WHOLE else self._long
@@ -47,7 +47,7 @@ class TokeniserThreads:
         self._long.close()
 
     def _close_at_exit(self) -> None:
-        """Wait for current calls: a thread in the tokenizer when the interpreter ends aborts the process."""
+        """Wait for current calls: a thread inside the tokenizer at the interpreter's end aborts the process."""
         self.close()
         self._short.join()
         self._long.join()
@@ -103,7 +103,7 @@ class _ShortestFirst:
                     future.set_result(call())
                 except BaseException as error:  # the thread must not end: a Rust panic is not an Exception
                     future.set_exception(error)
-            del future, call  # or the thread would keep the last prompt while it waits
+            del future, call  # or the thread would keep the last prompt in memory while it waits
 
 
 def prompt_length(prompt: Any) -> int:

@@ -1,4 +1,4 @@
-"""Logs what a step does that takes too long: the device may hang, or a function may never return."""
+"""Logs the program and the stack of a step that takes too long: the device may hang, or a function never return."""
 
 import contextlib
 import logging
@@ -10,14 +10,14 @@ from collections.abc import Callable, Generator
 
 logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 120.0  # a step that takes longer counts as an engine that makes no progress
+STALL_SECONDS = 120.0  # an engine with a longer step counts as stalled
 
 
 class Watchdog:
     """Watches the steps of the engine's thread, from a thread of its own.
 
-    seconds:  a step that takes longer is logged: once, and when it ends.
-    describe: says what the step asks of the device at this moment.
+    seconds:  a longer step is logged when it exceeds this time, and when it ends.
+    describe: returns the step's current call of the device, as text for the log.
     """
 
     def __init__(self, watched: threading.Thread, describe: Callable[[], str], seconds: float):
@@ -25,14 +25,14 @@ class Watchdog:
         self._watched = watched
         self._describe = describe
         self._began: float | None = None  # of the step that runs, seconds of time.monotonic()
-        self._logged: float | None = None  # the step that was logged, by its beginning
+        self._logged: float | None = None  # value of `_began` of the step that was logged last
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jpaged-watchdog", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
-        """A step runs inside this context."""
+        """Context that one step runs in."""
         self._began = began = time.monotonic()
         try:
             yield

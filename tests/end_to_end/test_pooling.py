@@ -303,7 +303,7 @@ def test_parameters_without_effect_are_refused(embedder, judge):
         judge.classify(prompt, pooling_params=PoolingParams(normalize=False))
     with pytest.raises(RequestError, match=r"^pooling_params must be a jpaged\.PoolingParams, got "):
         embedder.embed(prompt, pooling_params=SamplingParams())
-    with pytest.raises(RequestError, match="1 of them for 2 prompts"):
+    with pytest.raises(RequestError, match="1 values for 2 prompts"):
         embedder.embed([prompt, prompt], pooling_params=[PoolingParams()])
     with pytest.raises(RequestError, match=r"must not be empty, in prompt 1 of 2"):
         embedder.embed([prompt, {"prompt_token_ids": []}])

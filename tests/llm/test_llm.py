@@ -99,7 +99,7 @@ def test_a_refused_batch_does_not_change_later_draws(llm: LLM, monkeypatch: pyte
 
 
 def test_sampling_params_and_prompts_must_match(llm: LLM):
-    with pytest.raises(RequestError, match="2 of them for 1 prompts"):
+    with pytest.raises(RequestError, match="2 values for 1 prompts"):
         llm.generate([[1]], [GREEDY, GREEDY])
     with pytest.raises(RequestError, match=r"must be a jpaged\.SamplingParams"):
         llm.generate([1], {"temperature": 0})
