@@ -1,16 +1,16 @@
-r"""Finds places at which a text can be cut so that its pieces have the same token ids as the whole text.
+r"""Finds cut points: positions at which a text can be cut so that its pieces have the same token ids as the whole text.
 
-A cut is between a letter or a digit and the separator after it, such as a blank or a comma. It is safe for a tokenizer
-if all of this holds:
+A cut point is between a letter or a digit and the separator after it, such as a blank or a comma. It is safe for a
+tokenizer if all of this holds:
 
-1. No added token matches across the cut, or depends on the character on the other side of it.
-2. The normalizer treats both sides alone. Unicode composes no separator with the letter before it.
-3. The pre-tokenizer always splits at the cut. Its regular expressions match from left to right. Each alternative is one
-   of `ALTERNATIVES`. None of those matches past a cut, or looks beyond it, after a letter or a digit.
-4. Or there is no pre-tokenizer, and no token of the vocabulary has the separator after a letter or a digit. Then no
+1. No added token matches across the cut, or depends on the character on the other side.
+2. The normalizer treats both sides separately. Unicode composes no separator with the letter before it.
+3. The pre-tokenizer always splits at the cut. Its regular expressions match from left to right, and each alternative is
+   one of `ALTERNATIVES`. After a letter or a digit, no alternative matches past a cut, or looks beyond it.
+   Or there is no pre-tokenizer, and no token of the vocabulary has the separator after a letter or a digit. Then no
    merge of BPE crosses the cut.
 
-`describe` checks these conditions. A tokenizer that it does not know has no cut points.
+`describe` checks these conditions. An unknown kind of tokenizer has no cut points.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class CutPoints:
     """Cut points of texts for one tokenizer.
 
     separators:   characters before which a text may be cut.
-    drops_blank:  the tokenizer writes a blank before every text, so a piece starts after its blank. Such a cut lies
-                  between a letter or digit, one blank, and another letter or digit.
+    drops_blank:  the tokenizer adds a blank before every text, so a piece omits its first blank. A cut is then only at
+                  a single blank between two letters or digits.
     """
 
     separators: str
@@ -60,7 +60,7 @@ class CutPoints:
     def pieces(self, text: str, size: int, most: int, *, from_end: bool = False) -> Iterator[str]:
         """Yield the pieces of a text in order, or from the last to the first.
 
-        size: characters of a usual piece. most: of the longest piece. Raises ValueError if a piece would be longer.
+        size: characters of a usual piece. most: maximum, above which ValueError is raised.
         """
         find, start, end = self._pattern, 0, len(text)
         while end - start > size:
@@ -85,7 +85,7 @@ class CutPoints:
         return cut + 1 if self.drops_blank and cut else cut
 
     def _last_cut(self, text: str, start: int, high: int, low: int) -> int | None:
-        """Return the last cut point from `low` to `high`, but not `start`. Searches windows, from the last one."""
+        """Return the last cut point from `low` to `high`, except `start`. Searches in windows, the last one first."""
         window = 4096
         while high > max(low, start):
             begin = max(high - window, low, start + 1)
@@ -106,8 +106,8 @@ class CutPoints:
 class Description:
     """Facts about a tokenizer (tokenizers.Tokenizer), from its JSON.
 
-    cut_points:           None: no cut point can be proved.
-    characters_per_token: characters of a text that one token stands for, at most. None: no bound can be proved.
+    cut_points:           None: no cut point is proved safe.
+    characters_per_token: maximum number of characters of a text that one token stands for. None: no proved bound.
     """
 
     cut_points: CutPoints | None
@@ -115,7 +115,7 @@ class Description:
 
 
 def describe(backend: Any) -> Description:
-    """Return the facts about a tokenizers.Tokenizer that allow to cut its texts, and to bound their tokens."""
+    """Return the cut points of a tokenizers.Tokenizer, and the bound on its characters per token."""
     data = json.loads(backend.to_str())
     model, added = data["model"], data.get("added_tokens") or []
     normalizers = _steps(data.get("normalizer"), "normalizers")
@@ -128,10 +128,10 @@ def describe(backend: Any) -> Description:
         return Description(None, None)
     splits = byte_level and any(step["type"] == "Split" or step.get("use_regex") for step in steps)
     covers = _covers_all_text(model, byte_level=byte_level)
-    # NFC makes one character of up to four.
+    # NFC joins up to four characters.
     composed = 4 if any(step["type"] in ("NFC", "NFKC") for step in normalizers) else 1
     longest = max(max(map(len, vocab), default=1), *(len(token["content"]) for token in added), 1)
-    if byte_level:  # the vocabulary counts bytes: so must added tokens, which are longer then
+    if byte_level:  # lengths in the vocabulary are in bytes, so lengths of added tokens must be too
         longest = max(longest, *(len(token["content"].encode()) for token in added), 1)
     strips = any(token["lstrip"] or token["rstrip"] for token in added)
     bound = longest * composed if covers and not strips else None
@@ -146,7 +146,7 @@ def describe(backend: Any) -> Description:
         if metaspace or prepends:
             separators = " " if " " in separators else ""
     if any(step.get("add_prefix_space") for step in steps):
-        separators = " " if " " in separators else ""  # a piece that starts with another mark would get a blank
+        separators = " " if " " in separators else ""  # a piece that starts with another separator would get a blank
     if prepends and any(re.match(f"[{BEFORE}]", token["content"]) for token in added):
         separators = ""
     return Description(CutPoints(separators, prepends) if separators else None, bound)
@@ -171,7 +171,7 @@ def _is_known_normalizer(step: dict[str, Any]) -> bool:
 
 
 def _is_known_step(step: dict[str, Any], *, no_blanks: bool) -> bool:
-    """True if a step of the pre-tokenizer splits at every cut. no_blanks: the normalizer leaves no blanks."""
+    """True if a step of the pre-tokenizer keeps cuts safe. no_blanks: the normalizer leaves no blanks."""
     match step:
         case {"type": "ByteLevel" | "Digits"}:
             return True
@@ -205,7 +205,7 @@ def alternatives(regex: str) -> list[str]:
 
 
 def _never_crossed(mark: str, added: list[dict[str, Any]]) -> bool:
-    """True if no added token matches across a cut before `mark`, or depends on the other side of it."""
+    """True if no added token matches across a cut before `mark`, or depends on its other side."""
     for token in added:
         content = token["content"].replace(SPACE, " ")
         if re.search(f"[{BEFORE}]{re.escape(mark)}", content):
@@ -218,7 +218,7 @@ def _never_crossed(mark: str, added: list[dict[str, Any]]) -> bool:
 
 
 def _not_merged(separators: str, vocab: dict[str, int], blank: str) -> str:
-    """Return the separators that no token has after a letter or a digit."""
+    """Return the separators that no token contains after a letter or a digit."""
     written = {mark: blank if mark == " " else mark for mark in separators}
     pair = re.compile(f"[{BEFORE}]([{re.escape(''.join(written.values()))}])")
     merged = {mark for token in vocab for mark in pair.findall(token)}
@@ -226,7 +226,7 @@ def _not_merged(separators: str, vocab: dict[str, int], blank: str) -> str:
 
 
 def _covers_all_text(model: dict[str, Any], *, byte_level: bool) -> bool:
-    """True if every character has a token of its own at least, so that none is dropped or joined to an unknown run."""
+    """True if every character gets at least one token: none is dropped, or joined to a run of unknown characters."""
     if byte_level:
         known = set(pre_tokenizers.ByteLevel.alphabet()) <= model["vocab"].keys()
     else:
@@ -239,5 +239,5 @@ def _has_affixes(model: dict[str, Any]) -> bool:
 
 
 def _merges_bytes(vocab: dict[str, int]) -> bool:
-    """True if a token contains a byte's token, such as <0x0A>, and more."""
+    """True if a token contains a byte token, such as <0x0A>, and further text."""
     return any("<0x" in token and len(token) > 6 for token in vocab)

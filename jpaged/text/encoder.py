@@ -1,9 +1,9 @@
-"""Tokenises text: short texts in one call, long ones in pieces. A piece takes milliseconds, and can be the last one.
+"""Tokenises text: short texts in one call, long texts in pieces that take milliseconds each.
 
-1. A text with more characters than its tokens can stand for is refused before it is tokenised.
-2. A long text is cut at places that cannot change its token ids (`cut_points.py`). Tokenising stops when the caller has
-   the tokens it needs, or when its request is cancelled. Each piece releases Python's global lock.
-3. A text without such places is tokenised in one piece, if it is short enough for that.
+1. A text is refused before it is tokenised if its characters cannot fit into the allowed number of tokens.
+2. A long text is cut at points that cannot change its token ids (`cut_points.py`). Tokenising stops once the caller has
+   the tokens that it needs, or when its request is cancelled. Each piece releases the GIL.
+3. A text without cut points is tokenised in one piece, unless it is too long for that.
 
 Imported late: tokenizers, when a text is first encoded.
 """
@@ -22,9 +22,9 @@ from jpaged.text.cut_points import Description, describe
 
 logger = logging.getLogger(__name__)
 
-PIECE = 4_096  # characters: 1 to 4 ms. The tokenizer needs 100 to 200 bytes of memory for each
+PIECE = 4_096  # characters: 1 to 4 ms. The tokenizer needs 100 to 200 bytes of memory per character
 WHOLE = 2 * PIECE  # a text up to this length is tokenised in one call
-MAX_PIECE = 131_072  # longest text between two cut points: 0.1 s, 13 to 25 MiB. More if the model takes longer prompts
+MAX_PIECE = 131_072  # most characters between two cut points: 0.1 s, 13 to 25 MiB. Limits above 16,384 tokens raise it
 
 _SAMPLE = "one two, three. 4 five\nsix 7 eight, nine ten.\nEleven 12 twelve"
 
@@ -46,7 +46,7 @@ class TokenLimit:
 
     @classmethod
     def of_prompt(cls, max_model_len: int, params: SamplingParams, *, pooling: bool = False) -> "TokenLimit":
-        """The limit of a prompt. Raises RequestError if no prompt can have as many tokens as `params` keep."""
+        """Return the limit of a prompt. Raises RequestError if truncate_prompt_tokens is above the longest prompt."""
         most, keep = max_model_len - (not pooling), params.truncate_prompt_tokens
         if keep is None:
             return cls(most)
@@ -57,16 +57,13 @@ class TokenLimit:
             raise RequestError("truncate_prompt_tokens", keep, accepted)
         if keep == -1:
             keep = most if pooling else max(max_model_len - (params.max_tokens or 1), 1)
-        side = params.truncation_side or ("right" if pooling else "left")  # a text is about its beginning
+        side = params.truncation_side or ("right" if pooling else "left")  # to embed, keep a text's beginning
         return cls(keep, "right" if side == "right" else "left")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedText:
-    """Token ids of a text.
-
-    complete: False: the text has more tokens than these. These are more than the limit's count.
-    """
+    """Token ids of a text. complete: False if the text has more tokens; then `token_ids` exceeds the limit's count."""
 
     token_ids: list[int]
     complete: bool
@@ -91,8 +88,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any):
         """tokenizer: a transformers tokenizer."""
-        # A proxy: `text_encoder` keeps the encoder as long as the tokenizer.
-        self._tokenizer = weakref.proxy(tokenizer)
+        self._tokenizer = weakref.proxy(tokenizer)  # a strong reference would keep the key of `_encoders` alive
 
     def encode(
         self,
@@ -103,14 +99,13 @@ class TextEncoder:
         special_tokens: bool = True,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> EncodedText:
-        """Tokenise a text. The ids are those of one call of the tokenizer.
+        """Tokenise a text. The ids equal the ids of one call of the tokenizer.
 
-        name:           parameter that errors name.
+        name:           parameter name in errors.
         limit:          tokens that are needed; None: all.
         special_tokens: add the tokens that the tokenizer adds to every text.
-        cancelled:      asked between two pieces.
-
-        Raises RequestError for a text that is too long, TokenisingCancelled.
+        cancelled:      called between two pieces; True stops the work.
+        Raises RequestError for a text that is too long, and TokenisingCancelled.
         """
         self._check_characters(name, text, limit)
         if not is_long(text):
@@ -121,8 +116,8 @@ class TextEncoder:
         if ends is None or description.cut_points is None:
             if len(text) > most:
                 accepted = (
-                    f"has {len(text):,} characters, and this model's tokenizer takes at most {most:,} at once: cut it, "
-                    "or send token ids"
+                    f"has {len(text):,} characters, and this model's tokenizer takes at most {most:,}: shorten it, or "
+                    "send token ids"
                 )
                 raise RequestError(name, text, accepted)
             return EncodedText(self._whole(text, special_tokens=special_tokens), complete=True)
@@ -149,7 +144,7 @@ class TextEncoder:
 
     @functools.cached_property
     def ends(self) -> tuple[list[int], list[int]] | None:
-        """Tokens that the tokenizer adds before and after every text. None if they cannot be separated."""
+        """Tokens that the tokenizer adds before and after every text. None if they cannot be determined."""
         found = None
         for text in ("a", "1 b"):
             plain = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -164,7 +159,7 @@ class TextEncoder:
         return found
 
     def _check_characters(self, name: str, text: str, limit: TokenLimit | None) -> None:
-        """Raise RequestError if a text has more characters than its tokens can stand for."""
+        """Raise RequestError if a text has more characters than the allowed tokens can stand for."""
         if limit is None or limit.truncate is not None or len(text) <= limit.count:
             return
         per_token = self._characters_per_token
@@ -179,11 +174,11 @@ class TextEncoder:
     def _characters_per_token(self) -> int | None:
         if getattr(self._tokenizer, "backend_tokenizer", None) is not None:
             return self._description.characters_per_token
-        return max(map(len, self._tokenizer.get_vocab()), default=1)  # nothing more is known of such a tokenizer
+        return max(map(len, self._tokenizer.get_vocab()), default=1)  # no backend to describe: use its longest token
 
     @functools.cached_property
     def _description(self) -> Description:
-        """Facts about the tokenizer. It is not cut if a sample's ids are not the same in pieces."""
+        """Facts about the tokenizer. Empty if a sample text, cut into pieces, gets other ids than in one call."""
         from tokenizers import Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -194,19 +189,19 @@ class TextEncoder:
             whole = self._whole(_SAMPLE, special_tokens=False)
             pieces = found.cut_points.pieces(_SAMPLE, 1, len(_SAMPLE)) if found.cut_points else [_SAMPLE]
             same = whole == [token_id for piece in pieces for token_id in self._piece(piece)]
-        except (KeyError, TypeError, ValueError) as error:  # a format that is not known
+        except (KeyError, TypeError, ValueError) as error:  # an unknown format
             logger.info("long texts are tokenised in one piece: %r", error)
             return Description(None, None)
         return found if same else Description(None, None)
 
     def _whole(self, text: str, *, special_tokens: bool) -> list[int]:
-        # verbose=True would warn of lengths, which the engine checks
+        # verbose=True would warn about long texts; the engine checks lengths itself
         if special_tokens:
             return self._tokenizer.encode(text, verbose=False)
         return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def _piece(self, piece: str) -> list[int]:
-        """Token ids of a piece. The batch call releases the global lock, and keeps no offsets."""
+        """Token ids of a piece. The batch call releases the GIL, and computes no offsets."""
         backend = self._tokenizer.backend_tokenizer
         return backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids
 
