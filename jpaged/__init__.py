@@ -1,6 +1,6 @@
 """LLM inference in JAX: paged KV cache, continuous batching. Importing this uses no device and imports no jax.
 
-Most names are imported when they are first used: the command line then answers `--help` and mistakes quickly.
+Most names are imported on first use, so that `--help` and the command line's error messages appear quickly.
 """
 
 import importlib

@@ -4,8 +4,8 @@
    no short prompt.
 2. It hands the request to the engine's thread (`frontend/engine_thread.py`), which runs all requests together. With
    data_parallel_size there are several engines, and a router chooses one (`frontend/engine_threads.py`).
-3. Each output reaches the generator through an `OutputStream`. An output contains all output before it, so a slow
-   reader skips outputs and none pile up. With output_kind DELTA, unread outputs are joined.
+3. Each output reaches the generator through an `OutputStream`. An output contains all earlier output, so a slow reader
+   skips outputs and none pile up. With output_kind DELTA, unread outputs are joined.
 4. Closing or cancelling a generator aborts its request.
 """
 
@@ -39,16 +39,15 @@ from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.requester import Requester, current_client
 from jpaged.snapshot import EngineSnapshot
 
-PROGRAMS_SECONDS = 0.05  # between two looks at whether a request's programs exist
+PROGRAMS_SECONDS = 0.05  # poll interval of a request that waits for its programs
 
 
 class AsyncLLM(EngineAccess):
     """A model that serves requests on asyncio. Arguments and errors as for `jpaged.LLM`; the constructor blocks.
 
-    The device memory is freed when it is collected. Use it as an asynchronous context manager, or call `close`, to say
-    when.
+    `close`, or the end of its asynchronous context, frees the device memory; garbage collection does too.
 
-    watchdog_seconds: a step that takes longer is logged with what it does, and makes `check_health` fail.
+    watchdog_seconds: a longer step is logged with its program and its stack, and makes `check_health` fail.
     """
 
     @using_device()
@@ -88,8 +87,7 @@ class AsyncLLM(EngineAccess):
         refuse_cut: bool = False,
         on_admitted: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one prompt as they come. Each contains all before it, or only what is new, as
-        `output_kind` says. The last one is `finished`.
+        """Yield the outputs of one prompt as they arrive. The last one is `finished`. `output_kind` sets their content.
 
         prompt:          one of the forms that `LLM.generate` accepts.
         sampling_params: None: the model's generation_config.json.
@@ -99,9 +97,9 @@ class AsyncLLM(EngineAccess):
             at max_model_len, with finish_reason 'length'.
         on_admitted:     called when the queue has accepted the request.
 
-        A beam search, and `best_of`, yield one output, at the end. Raises RequestError for a bad request,
-        CapacityError if the queue is full (both before the first output), and EngineError when the device fails.
-        Closing or cancelling the generator aborts the request.
+        A beam search and `best_of` yield one output, at the end. Raises, before the first output, RequestError for a
+        bad request and CapacityError if the queue is full. Raises EngineError when the device fails. Closing or
+        cancelling the generator aborts the request.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         outputs = self._outputs(prompt, params, request_id, priority, refuse_cut, on_admitted)
@@ -195,7 +193,7 @@ class AsyncLLM(EngineAccess):
             raise EngineError(f"reading the prompt failed: {type(error).__name__}: {error}") from error
 
     async def _wait_for_programs(self, request_group: RequestGroup, engine_thread: EngineThread) -> None:
-        """Wait for the programs of a request that comes before its engine is ready. Other requests continue."""
+        """Wait until the programs of a request are compiled. Other requests continue."""
         sampler = max(request.sampler for request in request_group.requests)
         scores = any(request.output.prompt_logprobs is not None for request in request_group.requests)
         while not engine_thread.runner.can_run(sampler, scores=scores):
@@ -203,7 +201,7 @@ class AsyncLLM(EngineAccess):
             engine_thread.check_open()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests. Their generators yield a last output, finish_reason 'abort'. Unknown ids are ignored."""
+        """End requests. Their generators yield a last output with finish_reason 'abort'. Unknown ids are ignored."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             stream = self._streams.get(one)
             if stream is not None:
@@ -211,9 +209,9 @@ class AsyncLLM(EngineAccess):
                 self._engine_thread.abort(one)
 
     async def check_health(self) -> None:
-        """Raise EngineError when an engine has ended, its last step failed, or it makes no progress.
+        """Raise EngineError if an engine has ended, its last step failed, it stalls, or its integrity check failed.
 
-        Also after an integrity check of the idle engine has failed: then only a new engine is healthy again.
+        After a failed integrity check, only a new engine is healthy again.
         """
         self._engine_thread.check_health()
 
@@ -221,7 +219,6 @@ class AsyncLLM(EngineAccess):
         """Return the state of the KV pool, the request table and the queue, all at one moment between two steps.
 
         engine: index of the engine, with data_parallel_size.
-
         The snapshot contains no prompts. Raises EngineError when the engine is closed or has ended.
         """
         self._engine_at(engine)
@@ -230,21 +227,20 @@ class AsyncLLM(EngineAccess):
         return dataclasses.replace(snapshot, engine=engine, num_engines=self.num_engines)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all KV kept for reuse. Returns False, and does nothing, while a request runs.
+        """Empty the prefix cache. Returns False, and does nothing, while a request runs.
 
-        With data_parallel_size each engine does so. False: a request runs on at least one of them.
-
+        With data_parallel_size, each engine resets its own cache. False then means that at least one did not.
         reset_running_requests: preempt running requests instead. They continue, and recompute their KV.
         """
         answer = self._engine_thread.reset_prefix_cache(reset_running_requests=reset_running_requests)
         return await asyncio.wrap_future(answer)
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop running steps. Requests that come now wait until `resume_generation`. Returns when no step runs.
+        """Stop running steps. New requests wait until `resume_generation`. Returns when no step runs.
 
         mode:        'abort': running requests end, with finish_reason 'abort'. 'wait': they finish first. 'keep': they
             stop, and continue later.
-        clear_cache: forget all KV kept for reuse. Requests that are kept recompute their KV.
+        clear_cache: empty the prefix cache. Kept requests recompute their KV.
         """
         await asyncio.wrap_future(self._engine_thread.pause(pause_mode(mode), clear_cache=clear_cache))
 
@@ -253,42 +249,37 @@ class AsyncLLM(EngineAccess):
         await asyncio.wrap_future(self._engine_thread.resume())
 
     async def is_paused(self) -> bool:
-        """Whether requests that come now wait."""
+        """Return True while new requests are held."""
         return self._engine_thread.is_paused
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Pause, and free device memory. Requests that come now wait until `wake_up`.
+        """Pause, and free device memory. New requests wait until `wake_up`.
 
-        level: 0: only pause. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay where
-            they are: only their owner may delete them. On CPU the weights stay as well.
+        level: 0: only pause. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay on the
+            device: only their owner may delete them. On CPU the weights stay too.
         mode:  as in `pause_generation`. Kept requests recompute their KV.
-
         Raises CapacityError while programs are still being compiled, because compiling uses the weights.
         """
         check_level(level)
         if level > 0 and not self.is_ready:
-            raise CapacityError("programs are still being compiled, and the engine cannot sleep meanwhile: try later")
+            raise CapacityError("the engine cannot sleep while programs are being compiled: try later")
         answer = self._engine_thread.pause(pause_mode(mode), clear_cache=level > 0, sleep=level > 0)
         await asyncio.wrap_future(answer)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate again what `sleep` freed, and resume. Nothing compiles, and answers are the same as before.
+        """Allocate the memory that `sleep` freed, and resume. Compiles nothing, and does not change answers.
 
-        tags: 'weights' or 'kv_cache', to wake up one part only. The engine resumes when both are there.
-
-        Raises EngineError if the device has not enough free memory; the engine sleeps on then.
+        tags: 'weights' or 'kv_cache', to wake up one part only. The engine resumes when both are awake.
+        Raises EngineError if the device has too little free memory; the engine then keeps sleeping.
         """
         await asyncio.wrap_future(self._engine_thread.wake_up(wake_tags(tags)))
 
     async def is_sleeping(self) -> bool:
-        """Whether `sleep` has freed memory that is not allocated again."""
+        """Return True while memory that `sleep` freed is not allocated."""
         return self._engine_thread.is_sleeping
 
     def when_fatal(self, callback: Callable[[EngineError], None]) -> None:
-        """Call a function once if the engine ends by itself: with data_parallel_size, if all of them have ended.
-
-        It may run on another thread.
-        """
+        """Call a function once, on any thread, when the engine (with data_parallel_size: all engines) has failed."""
         self._engine_thread.when_fatal(callback)
 
     async def __aenter__(self) -> Self:

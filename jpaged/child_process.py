@@ -1,6 +1,6 @@
 """A Python program in a child process: it answers each request with one line, and can be killed at any time.
 
-Work in C that holds Python's global lock, or that cannot be interrupted, delays no other thread there.
+C code that holds the GIL, or that cannot be interrupted, runs there without delaying the engine's threads.
 """
 
 import errno
@@ -27,12 +27,12 @@ _BUSY = {
 }
 
 
-# Signals that others send: the machine without memory, or an operator. A crash of the program has another signal.
+# Signals from the kernel when memory runs out, or from an operator. A crash of the program has another signal.
 _SENT = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
 
 
 class ChildEnded(EOFError):
-    """The program has ended before it answered. killed: another process killed it. It has not crashed."""
+    """The program ended before it answered. killed: a signal from outside ended it, so it has not crashed."""
 
     def __init__(self, killed: bool) -> None:
         self.killed = killed
@@ -50,7 +50,7 @@ class ChildProcess:
 
         arguments:   of the Python interpreter.
         import_path: the program's PYTHONPATH.
-        purpose:     what it does, for errors: "compile the grammar".
+        purpose:     its task for error messages, such as "compile the grammar".
         first_input: bytes that it reads before it is ready.
         """
         self._arguments = [sys.executable, "-P", *arguments]  # -P: import nothing from the current folder
@@ -64,8 +64,8 @@ class ChildProcess:
         """Send a request, and return the line that answers it.
 
         Raises TimeoutError after `seconds`, InterruptedError when `cancelled` returns True, and ChildEnded if the
-        program has ended. It is closed then.
-        Raises CapacityError if a process cannot be started now, EngineError if it never can.
+        program has ended; each also closes the program. Raises CapacityError if a process cannot be started because
+        the machine is busy, and EngineError if it cannot be started for another reason.
         """
         process = self._running()
         try:
@@ -116,7 +116,7 @@ class ChildProcess:
             if isinstance(error, OSError):
                 reason = _BUSY.get(error.errno)
             if started is not None and started.returncode == -signal.SIGKILL and not isinstance(error, TimeoutError):
-                reason = "it was killed, as by a machine that has no memory left"
+                reason = "it was killed, probably because the machine has no memory left"
             if reason:
                 message = f"no process can be started to {self._purpose} ({reason}): try again later"
                 raise CapacityError(message) from error
@@ -153,7 +153,7 @@ def _exchange(
 
 
 def _wait(pipe: IO[bytes], event: int, end: float, cancelled: Callable[[], bool]) -> None:
-    with selectors.PollSelector() as selector:  # needs no file descriptor, as epoll does
+    with selectors.PollSelector() as selector:  # unlike epoll, needs no file descriptor
         selector.register(pipe, event)
         while not selector.select(max(min(end - time.monotonic(), _ASK_SECONDS), 0)):
             if cancelled():

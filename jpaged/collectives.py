@@ -10,26 +10,26 @@ from jpaged.errors import RequestError
 class Link:
     """Connection of a device with the other devices of its group."""
 
-    bandwidth: float  # bytes a second that a device sends, while it receives as many
+    bandwidth: float  # bytes per second that a device sends, while it receives at the same rate
     latency: float    # seconds of a step, from sending a message until its first byte can be used
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth < math.inf:
-            known = "must be the bytes a second that a device sends, above 0: 450e9 for NVLink 4"
+            known = "must be a number of bytes per second that a device sends, above 0: 450e9 for NVLink 4"
             raise RequestError("link_bandwidth", self.bandwidth, known)
         if not 0 <= self.latency < math.inf:
-            raise RequestError("link_latency", self.latency, "must be seconds, from 0: 1.9e-6 for NVLink 4")
+            raise RequestError("link_latency", self.latency, "must be a number of seconds, from 0: 1.9e-6 for NVLink 4")
 
     def __str__(self) -> str:
         return f"{self.bandwidth / 1e9:g} GB/s and {self.latency * 1e6:g} us a step"
 
 
 def all_reduce_seconds(num_bytes: float, devices: int, link: Link) -> float:
-    """Seconds to add an array of `num_bytes` bytes over N devices: the shorter of two algorithms.
+    """Seconds to add an array of `num_bytes` bytes over N devices, with the faster of two algorithms.
 
     Ring: 2 (N - 1) steps, each with 1/N of the array (NCCL's ring, and its "bus bandwidth" in the PERFORMANCE.md of
     nccl-tests). One-shot: each device sends its whole array to all others at once (the kernels of TensorRT-LLM and
-    vLLM for small arrays). Every device must then reach every other one directly, as through an NVSwitch.
+    vLLM for small arrays). One-shot needs a direct connection of all devices, such as an NVSwitch.
     """
     others = devices - 1
     ring = 2 * others / devices * num_bytes / link.bandwidth + 2 * others * link.latency
@@ -40,8 +40,8 @@ def all_reduce_seconds(num_bytes: float, devices: int, link: Link) -> float:
 def collective_seconds(kind: str, num_bytes: float, devices: int, link: Link) -> float:
     """Seconds of one of the operations in `COLLECTIVES` over N devices.
 
-    num_bytes: of one device's operand; of the result for an all-gather. Reduce-scatter and all-gather are half of the
-    ring of an all-reduce. In an all-to-all, a device sends 1/N of its operand to each other device, at the same time.
+    num_bytes: size of one device's operand; for an all-gather, of the result. Reduce-scatter and all-gather are half
+    the ring of an all-reduce. In an all-to-all, a device sends 1/N of its operand to each other device, all at once.
     """
     if kind == "all-reduce":
         return all_reduce_seconds(num_bytes, devices, link)

@@ -39,8 +39,8 @@ class EngineConfig:
     """Branch, tag or commit of a hub id. Default: the main branch."""
 
     load_format: str = "auto"
-    """auto, safetensors, gguf: the files of the checkpoint, which must have that format unless it is auto. dummy: small
-    random weights for config.json's shapes; no weights are read, and answers have no meaning."""
+    """Format of the checkpoint: safetensors, gguf, or auto for either. dummy: small random weights with config.json's
+    shapes; no weights are read, and answers have no meaning."""
 
     download_dir: str | None = None
     """Folder that models are downloaded to. Default: the hub's cache folder."""
@@ -57,26 +57,25 @@ class EngineConfig:
 
     dtype: str = "auto"
     """Type of weights and activations: auto, bfloat16, float16 (or half), float32 (or float). auto is the checkpoint's
-    type; on CPU with JAX 0.10 it is float32, unless native kernels compute all products."""
+    type; on CPU with JAX 0.10 it is float32, unless native kernels compute all matmuls."""
 
     quantization: str | None = None
-    """Round the weights while they are loaded. int8: 8 bits, one scale per output. int4: groups of 64 inputs, and
-    embeddings and the output matrix in 8 bits. fp8: float8_e4m3, one scale per output. w8a8: as int8, with activations
-    rounded to 8 bits on every device. Default: the weights keep their type. The format of a checkpoint that is
-    quantised already (awq, gptq, compressed-tensors, fp8, modelopt, mxfp4, gguf) is accepted, and changes nothing."""
+    """Quantise the weights while they are loaded. int8: 8 bits, one scale per output. int4: groups of 64 inputs;
+    embeddings and lm_head in 8 bits. fp8: float8_e4m3, one scale per output. w8a8: as int8, with activations rounded to
+    8 bits on every device. Default: the weights keep their type. The format of an already quantised checkpoint (awq,
+    gptq, compressed-tensors, fp8, modelopt, mxfp4, gguf) is accepted, and changes nothing."""
 
     quantized_activations: str = "auto"
-    """Precision of the activations in products with quantised weights. int8: rounded to 8 bits, one scale a token.
-    fp8: weights in fp8 are multiplied with activations in fp8 (e4m3), one scale for each token and group of the
-    weights' inputs; on NVIDIA it needs compute capability 8.9. All other weights are as with auto. float: not rounded.
-    auto: int8 on CPU for weights with integer codes, where it is faster, and with w8a8; float for all others, also for
-    checkpoints in fp8."""
+    """Precision of the activations in matmuls with quantised weights. int8: rounded to 8 bits, one scale per token.
+    fp8: rounded to e4m3 for weights in fp8, one scale per token and group of the weights' inputs; other weights as with
+    auto; on NVIDIA it needs compute capability 8.9. float: not rounded. auto: int8 with w8a8, and on CPU for weights
+    with integer codes, where it is faster; else float, also for checkpoints in fp8."""
 
     kv_cache_dtype: str = "auto"
     """Type of the keys and values in the KV cache: auto, int8, fp8_e4m3 (or fp8). auto is the type of the weights. int8
     has one scale per token and KV head, and runs on any device. fp8_e4m3 has the checkpoint's scales, else 1.0; on
-    NVIDIA it needs compute capability 8.9. Both hold nearly twice as many tokens as bfloat16;
-    on NVIDIA a layer's keys and values end at 2 GiB."""
+    NVIDIA it needs compute capability 8.9. Both hold nearly twice as many tokens as bfloat16; on NVIDIA, the keys and
+    values of a layer take at most 2 GiB."""
 
     seed: int = 0
     """Seed of the engine. Requests without a seed of their own get theirs from it."""
@@ -100,11 +99,11 @@ class EngineConfig:
     """Tokens per block of the KV cache: a power of two from 8 to 128. Default: 16, on TPU 64."""
 
     enable_prefix_caching: bool = True
-    """Keep the KV cache of finished requests, and reuse it for requests that begin with the same tokens."""
+    """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""
 
     swap_space: float = 0.0
-    """GiB of host memory for KV blocks that the device has no room for: those of preempted requests, and of prompts
-    that may be sent again. Blocks are copied back when that is faster than computing them. 0: off."""
+    """GiB of host memory for KV blocks that the device has no room for, from preempted requests and from prompts that
+    may be sent again. Blocks are copied back when that is faster than computing them. 0: off."""
 
     scheduling_policy: str = "fcfs"
     """Order in which waiting requests start. fcfs: first come, first served. priority: the lowest `priority` first; 60
@@ -123,8 +122,8 @@ class EngineConfig:
     Applies to the server and AsyncLLM; LLM accepts any number of prompts. Default: no limit."""
 
     max_queued_tokens: int | None = None
-    """Maximum number of prompt tokens that may wait while the engine is full. A request that finds the queue empty is
-    accepted at any length. Applies to the server and AsyncLLM. Default: no limit."""
+    """Maximum number of prompt tokens that may wait while the engine is full. With an empty queue, a prompt of any
+    length is accepted. Applies to the server and AsyncLLM. Default: no limit."""
 
     gpu_memory_utilization: float = 0.9
     """Fraction of the accelerator's memory that the engine may use, weights included. Ignored on CPU."""
@@ -133,45 +132,45 @@ class EngineConfig:
     """Bytes for the KV cache. Default: the free memory of an accelerator; at most 1 GiB on CPU."""
 
     tensor_parallel_size: int = 1
-    """Number of devices that the model is split over: heads, feed-forward networks and vocabulary. Sizes that it does
-    not divide are padded. With 2 devices each has half of the weights and of the KV cache."""
+    """Number of devices that share each layer's heads and feed-forward networks, and the vocabulary. Sizes that it does
+    not divide are padded. With 2 devices, each has half of the weights and of the KV cache."""
 
     pipeline_parallel_size: int = 1
-    """Number of stages that the layers are divided into, each with its own devices (tensor_parallel_size of them). As
-    many steps are in flight, each with some of the requests, so that all stages work at the same time. The first stage
-    has a layer more if the layers do not divide."""
+    """Number of stages that the layers are divided into, each with its own tensor_parallel_size devices. One step per
+    stage is in flight, each with some of the requests, so that all stages work at the same time. If the layers do not
+    divide evenly, the first stages have one layer more."""
 
     prefill_context_parallel_size: int = 1
-    """Number of devices that the tokens of a prompt are spread over (context parallelism). Each has its whole part of
-    the weights and of the KV cache, so this makes long prompts faster and saves no memory. The engine has this number
-    times tensor_parallel_size devices."""
+    """Number of devices that the tokens of a prompt are spread over (context parallelism). Weights and KV cache are
+    replicated on them, so long prompts become faster, and no memory is saved. The engine has this number times
+    tensor_parallel_size devices."""
 
     enable_expert_parallel: bool = False
     """Give each device some of the experts of a mixture of experts, instead of a part of every expert."""
 
     data_parallel_size: int = 1
     """Number of engines in this process, with one front end. Each has its own devices, KV cache and scheduler.
-    kv_cache_memory_bytes, swap_space, max_num_seqs and the limits of the queue hold for each engine. On CPU, engines
+    kv_cache_memory_bytes, swap_space, max_num_seqs and the limits of the queue apply to each engine. On CPU, engines
     share a device and the weights if there are too few devices."""
 
     data_parallel_routing: str = "prefix_affine"
-    """Choice of the engine of a request. prefix_affine: one that has computed the beginning of its prompt, unless it
-    has more than 1.25 times the mean number of requests plus one. least_loaded: the one with the fewest requests.
-    round_robin: in turn."""
+    """Rule that chooses the engine of a request. prefix_affine: an engine that has computed a prefix of the prompt,
+    unless it has more than 1.25 times the mean number of requests plus one. least_loaded: the engine with the fewest
+    requests. round_robin: engines in turn."""
 
     prefill_engines: int = 0
-    """With data_parallel_size: the first engines that only compute prompts. They hand the KV of a prompt over to one of
-    the other engines, which generates the answer. Long prompts then delay no token of other requests. For the server
-    and AsyncLLM."""
+    """With data_parallel_size: number of engines, the first ones, that only compute prompts. They hand the KV of a
+    prompt over to another engine, which generates the answer. Long prompts then delay no token of other requests. For
+    the server and AsyncLLM."""
 
     kv_handover: bool = False
-    """Compile the programs of LLM.take_kv and LLM.put_kv, which hand the KV of prompts over to another engine, also in
-    another process. prefill_engines needs no such option."""
+    """Compile the programs of LLM.take_kv and LLM.put_kv, which hand the KV of prompts over to another engine, even in
+    another process. prefill_engines does not need this option."""
 
     deterministic: bool = False
-    """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. Each product
-    with split inputs is computed as 8 products that are added in a fixed order, and KV heads are padded to a multiple
-    of 8."""
+    """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. Each matmul
+    with split inputs is computed as 8 matmuls that are added in a fixed order, and KV heads are padded to a multiple of
+    8."""
 
     nnodes: int = 1
     """Number of processes, on one or several machines, that run the engine together. Each brings its devices; start all
@@ -181,7 +180,7 @@ class EngineConfig:
     """Number of this process, from 0. Process 0 schedules and serves; the others are started with --headless."""
 
     master_addr: str = "127.0.0.1"
-    """Address of process 0, as the others reach it."""
+    """Address at which the other processes reach process 0."""
 
     master_port: int = 29501
     """Port of process 0 for JAX's distributed runtime. The port after it carries the plans of the steps."""
@@ -192,11 +191,11 @@ class EngineConfig:
     attention_implementation: str | None = None
     """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_prefill, mosaic_gpu:
     kernels for NVIDIA. mosaic_tpu: kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device.
-    Default: the fastest that works here."""
+    Default: the fastest one that works on the device."""
 
     gated_dot_implementation: str | None = None
-    """Implementation of the gate and up products and their activation. triton: one kernel, for NVIDIA. xla: a product,
-    then the activation. reference: XLA operations. Default: what was measured as the fastest on this card, else xla."""
+    """Implementation of the gate and up matmuls and their activation. triton: one kernel, for NVIDIA. xla: a matmul,
+    then the activation. reference: XLA operations. Default: the one measured as fastest on this GPU, else xla."""
 
     mask_unknown_tokens: bool = True
     """Never sample token ids that the tokenizer does not have."""
@@ -205,17 +204,17 @@ class EngineConfig:
     """Accepted for compatibility with vLLM. Code from a checkpoint is never run, so a model that needs it fails."""
 
     disable_log_stats: bool = False
-    """Collect no distributions of times and tokens. The server then logs no figures, and /metrics has only those of its
-    process and its HTTP requests."""
+    """Collect no distributions of times and tokens. The server then logs no metrics, and /metrics shows only metrics of
+    the process and of HTTP requests."""
 
     max_logprobs: int = 20
-    """Maximum number of log-probabilities per token that a request may ask for. Every step that returns some returns
-    this many, so large numbers are slow. -1: as many as the vocabulary has ids."""
+    """Maximum number of log-probabilities per token that a request may ask for. A step that returns any computes this
+    many, so large numbers are slow. -1: the size of the vocabulary."""
 
     logprobs_mode: str = "raw_logprobs"
     """Values that `logprobs` returns. raw_logprobs: log-probabilities of the model's own distribution.
-    processed_logprobs: those of the distribution that was sampled from, after temperature, penalties and filters.
-    raw_logits, processed_logits: the same before normalisation."""
+    processed_logprobs: log-probabilities after temperature, penalties and filters. raw_logits, processed_logits: the
+    same before normalisation."""
 
     max_grammar_bytes: int = 65536
     """Maximum size of a request's JSON schema, grammar or list of choices, in bytes."""
@@ -234,7 +233,7 @@ class EngineConfig:
 
     jump_forward: bool = True
     """Append tokens that a grammar forces without sampling them. On CPU, where a step's cost grows with its tokens,
-    only runs of forced tokens longer than the number of running requests. Outputs are the same either way."""
+    this applies only to runs of forced tokens longer than the number of running requests. Outputs do not change."""
 
     grammar_cache_size: int = 64
     """Number of compiled grammars kept in memory for later requests with the same grammar."""

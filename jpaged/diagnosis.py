@@ -18,7 +18,7 @@ PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "numpy", "numba", "llvmlite", "transformers",
     "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvcc",
 )  # fmt: skip
-# Exact names, not beginnings of names: NVIDIA_API_KEY and its like are secrets.
+# Exact names, no prefixes: NVIDIA_API_KEY and similar variables are secrets.
 VARIABLES = (
     "JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_TRACEBACK_FILTERING", "JAX_DISABLE_JIT",
     "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -38,9 +38,9 @@ GATED_ROWS = (64, 300)  # rows of gated_dot with a layer of Llama 3.1 8B: both s
 
 
 def diagnose() -> Iterator[dict[str, Any]]:
-    """The facts about the machine, and a check of every kernel that its device takes.
+    """Collect facts about the machine, and check every kernel that supports its device.
 
-    Yields one dict that grows: first without checks, then after each check. `left` is the number of checks that follow.
+    Yields one dict that grows: first without checks, then after each check. `left` is the number of remaining checks.
     """
     facts: dict[str, Any] = {"versions": _versions(), "environment": _environment()}
     from jpaged.runtime import nvidia_devices
@@ -95,7 +95,7 @@ def _device(device: Any) -> dict[str, Any]:
 
 
 def _jobs(device: Any) -> list[tuple[str, str, Callable[[], float]]]:
-    """The checks for a device: shape, implementation, and a function that returns the largest difference."""
+    """Return the checks for a device: shape, implementation, and a function that returns the largest difference."""
     import jax
     import jax.numpy as jnp
 
@@ -111,7 +111,7 @@ def _jobs(device: Any) -> list[tuple[str, str, Callable[[], float]]]:
         pages = KVPages.shapes(1, 16, kv_heads, head_dim, dtype)
         tables = jax.ShapeDtypeStruct((4, 128), jnp.dtype("int32"))
         names = [*usable_implementations(device, q, pages, tables, 64)]
-        # a start uses it only where it was measured to be faster, and the report tells whether it works
+        # an engine uses it only where it measured faster; the report checks it on every GPU that supports it
         other = "mosaic_prefill"
         if device.platform == "gpu" and other not in names:
             names += [other] if IMPLEMENTATIONS[other].refuse(device, q, pages, tables, 64) is None else []
@@ -131,7 +131,7 @@ def _jobs(device: Any) -> list[tuple[str, str, Callable[[], float]]]:
 
 
 def _check_gated_dot(rows: int, device: Any) -> float:
-    """The kernel of gated_dot against its reference, with the tiles of a call of `rows` rows."""
+    """Compare the kernel of gated_dot with its reference, for `rows` rows. Returns the largest difference."""
     import jax
     import jax.numpy as jnp
 

@@ -1,7 +1,7 @@
-"""How far two models' predictions of a text are apart, token by token.
+"""Measures the KL divergence between two models' predictions of a text, token by token.
 
 Both models' weights are in memory. Log-probabilities of the whole vocabulary exist for ROWS tokens at a time. Attention
-is dense. With KV of 8 bits, it sees keys and values as the pages hold them.
+is dense. With an 8-bit KV type, it reads keys and values that are rounded as in the pages.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, WeightLayo
 from jpaged.runtime.kv_format import KVFormat
 from pallas_kernels import KVPages
 
-ROWS = 128  # tokens whose logits exist at once: with 151,936 tokens of vocabulary, 78 MB for each model
+ROWS = 128  # tokens whose logits exist at once: 78 MB per model with a vocabulary of 151,936
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Divergence:
 def divergence(
     model: LoadedModel, other: LoadedModel, windows: Sequence[Sequence[int]], kv_cache_dtype: str = "auto"
 ) -> Divergence:
-    """Compare the predictions of every token of the windows but the first.
+    """Compare the predictions of every token of the windows except each window's first.
 
-    windows: token ids, which all are below both models' vocabulary size. The windows are independent of each other.
-    kv_cache_dtype: of `model`, as in `EngineConfig`. The other model's keys and values keep its dtype.
+    windows: independent token sequences. All ids are below both models' vocabulary size.
+    kv_cache_dtype: KV type of `model`, as in `EngineConfig`. The other model's keys and values keep its dtype.
     Raises RequestError if the models' vocabularies have different sizes.
     """
     if model.spec.vocab_size != other.spec.vocab_size:
         sizes = f"{other.spec.vocab_size:,} tokens, and {model.source} has {model.spec.vocab_size:,}"
         raise RequestError("against", other.source, f"has a vocabulary of {sizes}: name a model with the same one")
-    length = -(-max(map(len, windows)) // ROWS) * ROWS  # one shape for all windows, so each model is compiled once
+    length = -(-max(map(len, windows)) // ROWS) * ROWS  # one length for all windows, so each model is compiled once
     rounded = None
     if kv_cache_dtype != "auto":
         kv_format = KVFormat.choose(model.spec, kv_cache_dtype, model.dtype, jax.devices()[0], model.kv_scales)
@@ -70,7 +70,7 @@ def divergence(
     total = sum(len(window) - 1 for window in windows)
     with tqdm(total=total, unit="token", desc="comparing", delay=2, disable=None) as progress:
         for window in windows:
-            ids = np.zeros(length, np.int32)  # padding comes after the tokens, which do not see it
+            ids = np.zeros(length, np.int32)  # tokens cannot attend to the padding after them
             ids[: len(window)] = window
             hidden = [
                 _hidden_states(one.spec, one.params, ids, one.layout, *(kv or ()))
@@ -98,7 +98,7 @@ def _hidden_states(
     kv_groups: KVGroups | None = None,
     pages: tuple[KVPages, ...] | None = None,
 ) -> Float[Array, "tokens hidden"]:
-    """Hidden states of one sequence. pages: page arrays of the groups, with one block for all tokens; None: none."""
+    """Hidden states of one sequence. pages: page arrays with one block for all tokens; None: KV is not rounded."""
     positions = jnp.arange(len(ids))
     if kv_groups is None or pages is None:
         attend, places, held, metadata = dense_causal_attend, None, [None] * spec.num_layers, ids[None]
@@ -114,7 +114,7 @@ def _attend_rounded(
     projection: Projection, pages: KVPages, metadata: Int[Array, "batch length"], options: AttentionOptions,
     sinks: Float[Array, " heads"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
-    """`dense_causal_attend` of one sequence, over keys and values that were written into the pages' only block."""
+    """Run `dense_causal_attend` on one sequence, with keys and values read back from one block."""
     q, k, v = projection.finish()
     pages = pages.scatter(k, v, jnp.arange(len(k)))
     k, v = (heads[0].swapaxes(0, 1) for heads in pages.gather(jnp.zeros((1, 1), jnp.int32), q.dtype))

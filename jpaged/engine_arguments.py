@@ -76,7 +76,7 @@ class EngineArguments(TypedDict, total=False):
     max_num_queued_tokens: int | None
     kv_offloading_size: float | None
 
-    # Options of vLLM that jpaged does not have yet. Only values that ask for nothing are accepted.
+    # Options of vLLM that jpaged does not have yet. Only their neutral values are accepted.
     distributed_executor_backend: Any
     cpu_offload_gb: Any
     enforce_eager: Any

@@ -55,10 +55,10 @@ class RequestError(JPagedError, ValueError):
 
     parameter: name of the field, as the caller wrote it.
     value:     the invalid value.
-    accepted:  the reason: what is wrong, which values are accepted, or what to change.
+    accepted:  the reason: the problem, the accepted values, or the change to make.
 
-    The message is "parameter reason, got value", as in "temperature must be at least 0, got -1.0". The value comes
-    last, because it may be long.
+    The message is "parameter reason, got value", as in "temperature must be at least 0, got -1.0". The value is last,
+    because it may be long.
     """
 
     def __init__(self, parameter: str, value: object, accepted: str):
@@ -112,7 +112,7 @@ class LogitsError(EngineError):
 
 
 def unknown_field(parameter: str, name: object, value: object, known: Iterable[str]) -> RequestError:
-    """Make the error for a field that the mapping `parameter` does not have. It suggests the most similar field."""
+    """Make the error for an unknown field `name` of the mapping `parameter`. It suggests the most similar field."""
     known = list(known)
     close = difflib.get_close_matches(str(name)[:SHOWN], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(known)

@@ -48,15 +48,15 @@ class KVGroups:
 
 
 def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
-    """Cut layers into KV groups. windows: sliding window of each layer.
+    """Cut layers into KV groups. windows: sliding window of each layer; None: no window.
 
-    A KV group has at most `size` layers. Sizes that give more than MAX_GROUPS KV groups are ruled out. The chosen size
-    is the one with which a request of max_model_len tokens takes the fewest pages, unused pages included. On a tie, the
-    largest size wins. Mostly it is the number of layers of the rarest kind, which vLLM uses. With one layer of 32
-    without a window, vLLM's rule would give 32 KV groups.
+    A KV group has at most `size` layers. The chosen size gives a request of max_model_len tokens the fewest pages,
+    unused pages included; on a tie, the largest size wins. Sizes that give more than MAX_GROUPS KV groups are excluded.
+    Usually the result is the number of layers of the rarest kind, as in vLLM. But if one layer of 32 has no window,
+    vLLM's rule gives 32 KV groups.
     """
-    # A window of max_model_len or more hides nothing. Layers whose pages have another shape would be another kind: to
-    # support them, add the shape to the keys of `layers`.
+    # A window of max_model_len or more hides nothing. To support layers with different page shapes, add the shape to
+    # the keys of `layers`.
     kinds = [None if window is None or window >= max_model_len else window for window in windows]
     layers = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
 
@@ -88,7 +88,7 @@ def window_blocks(window: int, chunk: int, block_size: int) -> int:
 def max_blocks(windows: Sequence[int | None], num_tokens: int, *, chunk: int, block_size: int) -> int:
     """Largest number of blocks that a request of `num_tokens` tokens needs at a time, in all KV groups together.
 
-    windows: by KV group. chunk: most tokens of the request that one step computes.
+    windows: window of each KV group; None: no window. chunk: maximum tokens of the request in one step.
     """
     whole = -(-num_tokens // block_size)
     return sum(whole if w is None else min(whole, window_blocks(w, chunk, block_size)) for w in windows)

@@ -1,8 +1,7 @@
-"""The end of an engine's threads and memory: when its owner is collected, and before the interpreter ends.
+"""Ends engines' threads and frees their memory: when the owner is collected, and before the interpreter ends.
 
-A thread inside XLA or a tokenizer aborts the process if the interpreter ends meanwhile: status 134 or 139 instead of
-the script's own. So every thread of ours that calls one of them ends before, and a daemon thread of the caller that
-makes an engine then ends with it (`using_device`).
+If the interpreter ends while a thread is inside XLA or a tokenizer, the process aborts with status 134 or 139. So all
+threads of jpaged that call them end first, and so does a caller's daemon thread inside `using_device`.
 """
 
 import atexit
@@ -26,7 +25,7 @@ CLOSE_SECONDS = 10.0  # longest wait for an engine whose owner is collected
 def call_at_exit(method: Callable[[], None]) -> Callable[[], None]:
     """Call a bound method when the interpreter ends, if its object still exists. Not in forked processes.
 
-    Returns a function that takes this back. The method must end the threads that use the device.
+    Returns a function that cancels the call. The method must end the threads that use the device.
     """
     made_in, key = OwnProcess(), object()
 
@@ -45,12 +44,12 @@ def call_at_exit(method: Callable[[], None]) -> Callable[[], None]:
     return forget
 
 
-# Not hooks of `atexit`: it never calls one that a daemon thread registers while it calls the others.
+# Not hooks of `atexit`, which never calls a hook that a daemon thread registers while `atexit` is running.
 _hooks: dict[object, Callable[[], None]] = {}
 
 
 def _at_exit() -> None:
-    """Call the hooks, the last one first; wait for threads that use the device; call the hooks of what they made."""
+    """Call the hooks, newest first. Wait for threads that use the device, then call the hooks that they added."""
     _users.ending = True
     _call_hooks()
     _users.wait_for_end()
@@ -68,10 +67,7 @@ def _call_hooks() -> None:
 
 @functools.cache
 def _come_before_jax() -> None:
-    """Register `_at_exit` again. `atexit` calls the last hook first, and the one with which JAX frees devices is older.
-
-    The caller has imported JAX.
-    """
+    """Register `_at_exit` after imported JAX's hook, which frees devices: `atexit` runs the newest hook first."""
     atexit.register(_at_exit)
 
 
@@ -81,9 +77,9 @@ atexit.register(_at_exit)
 def close_when_collected(owner: object, close: Callable[[], None]) -> "weakref.finalize[[], Any]":
     """Call a function when an object is collected, unless the result's `detach` was called. Not in forked processes.
 
-    close: must not refer to the object. It runs in a thread of its own: the collector stops a thread anywhere, also
-        where it holds a lock that `close` needs. The thread that is stopped waits for it, so that memory is free when
-        `del` returns, but not for ever.
+    close: must not refer to the object. It runs in a new thread, because garbage collection may interrupt a thread that
+        holds a lock that `close` needs. The interrupted thread waits for it, at most twice CLOSE_SECONDS, so that
+        memory is free when `del` returns.
     """
     made_in = OwnProcess()
 
@@ -118,7 +114,7 @@ class _DeviceUsers:
     """Threads inside `using_device`."""
 
     def __init__(self) -> None:
-        self.ending = False  # the interpreter ends
+        self.ending = False  # True once the interpreter ends
         self.reset()
 
     def reset(self) -> None:
@@ -168,9 +164,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def using_device() -> Iterator[None]:
-    """The interpreter does not end while a thread is inside this context, or function, which calls XLA.
+    """Context or decorator for code that calls XLA. The interpreter's end waits until no thread is inside.
 
-    If it wants to end, a daemon thread inside ends with SystemExit: at `stop_if_ending`, or when it leaves.
+    Once the end has begun, a thread inside gets SystemExit when it enters, leaves, or calls `stop_if_ending`.
     """
     with _users:
         try:
@@ -185,7 +181,7 @@ def using_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_using_device() -> Iterator[None]:
-    """Inside `using_device`: the interpreter may end while this thread waits for a network."""
+    """Inside `using_device`: let the interpreter end while this thread waits for a network."""
     depth = _users.step_out()
     try:
         yield
@@ -195,9 +191,9 @@ def not_using_device() -> Iterator[None]:
 
 
 def end_thread() -> NoReturn:
-    """End a daemon thread, without a traceback, because the interpreter ends.
+    """End a daemon thread without a traceback, because the interpreter ends.
 
-    Its frames are kept: a thread that frees an array while the interpreter ends aborts the process.
+    Its frames are kept alive: freeing an array while the interpreter ends aborts the process.
     """
     error = SystemExit()
     _kept.append(error)
@@ -208,7 +204,7 @@ _kept: list[object] = []
 
 
 def stop_if_ending() -> None:
-    """End a thread that is inside `using_device`, if the interpreter wants to end."""
+    """End this thread if it is inside `using_device` and the interpreter ends."""
     _users.check()
 
 
@@ -220,11 +216,11 @@ class OwnProcess:
 
     @property
     def is_another(self) -> bool:
-        """Whether this process is a forked child of the remembered one."""
+        """True in a forked child of the remembered process."""
         return os.getpid() != self._process
 
     def check(self) -> None:
-        """Raise EngineError in a forked child: it has none of the engine's threads, and would wait for ever."""
+        """Raise EngineError in a forked child: it lacks the engine's threads, and would wait forever."""
         if self.is_another:
             raise EngineError(
                 "this process was forked from the one that made the engine, and cannot use it: make the engine in this "

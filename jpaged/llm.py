@@ -53,7 +53,7 @@ from jpaged.snapshot import EngineSnapshot
 
 Message = Mapping[str, Any]  # role and content
 Params = SamplingParams | PoolingParams
-INSPECT_SECONDS = 0.05  # how often `inspect` checks whether a call of another thread ended without answering it
+INSPECT_SECONDS = 0.05  # interval at which `inspect` tries to answer itself, if no call of another thread does
 
 
 class LLM(EngineAccess):
@@ -62,14 +62,12 @@ class LLM(EngineAccess):
     model:  folder, Hugging Face hub id, .gguf file, or "demo". With `params` also a Hugging Face config, its dict, or a
             DecoderSpec.
     params: live arrays (the tree of `jpaged.models.spec.param_shapes`), used without a copy.
-    layout: a `jpaged.models.spec.WeightLayout`: how live arrays are stored, where their shapes leave it open.
+    layout: a `jpaged.models.spec.WeightLayout`, for live arrays with shapes that do not determine their layout.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
 
-    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. The device memory is freed
-    when the LLM is collected. Use it as a context manager, or call `close`, to say when. Calls from several threads run
-    one after another.
-
-    With data_parallel_size the prompts of a call are divided among several engines, evenly by their number.
+    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. `close`, or the end of its
+    context, frees the device memory; garbage collection does too. Calls from several threads run one after another.
+    With data_parallel_size, each engine gets the same number of a call's prompts.
     """
 
     @using_device()
@@ -77,7 +75,7 @@ class LLM(EngineAccess):
         self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Unpack[EngineArguments]
     ):
         if count := engine_options.get("prefill_engines"):
-            known = "LLM computes prompts where they are answered: leave it out, or use AsyncLLM or the server"
+            known = "is for AsyncLLM and the server: leave it out, or use one of them"
             raise RequestError("prefill_engines", count, known)
         with told_start():
             built = build_engine(model, params, engine_options, layout=layout, progress=True, background=True)
@@ -106,12 +104,11 @@ class LLM(EngineAccess):
 
         prompts: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; or a list of these.
         sampling_params: one for all prompts, or a list with one each. None: the model's generation_config.json.
-        use_tqdm: show a progress bar, on a terminal or in a notebook; or a callable that makes a progress bar, instead
-            of `tqdm.tqdm`.
-        priority: lower ones start first, with scheduling_policy="priority": one for all, or a list with one each.
+        use_tqdm: show a progress bar, on a terminal or in a notebook; or a callable to use instead of `tqdm.tqdm`.
+        priority: one for all prompts, or a list with one each. With scheduling_policy="priority", lower starts first.
 
-        All prompts are checked first: RequestError for the first bad one is raised before any runs. Raises EngineError
-        when the device fails; the next call runs normally.
+        Raises RequestError for the first bad prompt, before any prompt runs. Raises EngineError when the device fails;
+        the next call runs normally.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         return cast(list[RequestOutput], self._answer(prompts, "sampling_params", params, use_tqdm, priority))
@@ -135,8 +132,8 @@ class LLM(EngineAccess):
     def take_kv(self, prompt: Prompt) -> bytes:
         """Compute a prompt, and return the KV of its full blocks, for `put_kv` of another engine or process.
 
-        The bytes have a checksum. For each token they have 2 * layers * KV heads * head_dim numbers of the KV type.
-        Needs kv_handover=True, and one engine. Raises the errors of `generate`.
+        The bytes have a checksum, and 2 * layers * KV heads * head_dim numbers of the KV type per token. Needs
+        kv_handover=True and data_parallel_size=1. Raises the errors of `generate`.
         """
         engine = self._handover_engine("take_kv")
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -149,9 +146,9 @@ class LLM(EngineAccess):
     def put_kv(self, data: bytes) -> int:
         """Add the KV of `take_kv` to the prefix cache. Returns the number of new blocks.
 
-        The next request with that prompt finds them, and computes only the rest. Its answer is the one that it would
-        have had. Needs kv_handover=True, and one engine. Raises RequestError for bytes that are damaged, or that are
-        from another model, block size or KV type.
+        The next request with that prompt finds them and computes only the rest. Its answer does not change. Needs
+        kv_handover=True and data_parallel_size=1. Raises RequestError for damaged bytes, and for bytes from another
+        model, block size or KV type.
         """
         engine = self._handover_engine("put_kv")
         handover, own = KVHandover.from_bytes(data), weights_name(self.config, live=self._is_live)
@@ -172,7 +169,7 @@ class LLM(EngineAccess):
     ) -> list[BeamSearchOutput]:
         """Find the most likely answers to prompts. Returns one output per prompt, in order, each with its sequences.
 
-        This is `generate` with `use_beam_search`, in the form that vLLM has. Raises the errors of `generate`.
+        This is `generate` with `use_beam_search`, with vLLM's signature. Raises the errors of `generate`.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError("params", params, "must be a jpaged.BeamSearchParams")
@@ -192,13 +189,12 @@ class LLM(EngineAccess):
         use_tqdm: UseTqdm = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
-        """Pool prompts, as `embed` and `classify` do: whichever `pooling_task` or the model says.
+        """Pool prompts. Returns one output per prompt, in order. Raises the errors of `generate`.
 
-        pooling_task: also "token_embed" or "token_classify", for a vector of each token: `outputs.data`, an array
-            float32[tokens, size]. It has the bits that the token has as the last one of a prompt, on CPU. Cached KV of
-            the prompt is not used.
-
-        Errors as for `generate`.
+        pooling_task: "embed", "classify", or "token_embed" or "token_classify" for a vector of each token:
+            `outputs.data`, float32[tokens, size]. None: the task in `pooling_params`, else the model's own. On CPU, a
+            token's vector equals bit for bit the vector of a prompt that ends at this token. The per-token tasks use no
+            cached KV.
         """
         return cast(list[PoolingRequestOutput[Any]], self._pool(pooling_task, prompts, pooling_params, use_tqdm))
 
@@ -299,8 +295,8 @@ class LLM(EngineAccess):
         """Return the state of the KV pool, the request table and the queue, all at one moment between two steps.
 
         engine: index of the engine, with data_parallel_size.
-        Another thread may call this while a call runs: it sees that call's requests and does not wait for its end.
-        The snapshot contains no prompts. Raises EngineError when the LLM is closed.
+        During a call of another thread, it returns that call's requests and does not wait for its end. The snapshot
+        contains no prompts. Raises EngineError when the LLM is closed.
         """
         self._refuse_nested("inspect")
         self._engine_at(engine)
@@ -315,7 +311,7 @@ class LLM(EngineAccess):
         return dataclasses.replace(answer.result().snapshot(), engine=engine, num_engines=self.num_engines)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all KV kept for reuse. Waits until no call runs; returns True."""
+        """Empty the prefix cache. Waits until no call runs; returns True."""
         with self._exclusive("reset_prefix_cache"):
             self._router.forget()
             for engine in self.engines:
@@ -323,10 +319,10 @@ class LLM(EngineAccess):
             return True
 
     def sleep(self, level: int = 1) -> None:
-        """Free device memory until `wake_up`. Waits until no call runs. Calls that generate raise EngineError then.
+        """Free device memory until `wake_up`. Waits until no call runs. Later calls that generate raise EngineError.
 
-        level: 0: free nothing. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay where
-            they are: only their owner may delete them. On CPU the weights stay as well.
+        level: 0: free nothing. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay on
+            the device: only their owner may delete them. On CPU the weights stay too.
         """
         check_level(level)
         with self._exclusive("sleep"):
@@ -336,11 +332,10 @@ class LLM(EngineAccess):
             self._asleep = frozenset(WAKE_TAGS)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate again what `sleep` freed. Nothing compiles, and answers are the same as before.
+        """Allocate the memory that `sleep` freed. Compiles nothing, and does not change answers.
 
         tags: 'weights' or 'kv_cache', to wake up one part only. Both must be awake to generate.
-
-        Raises EngineError if the device has not enough free memory. It can be called again then.
+        Raises EngineError if the device has too little free memory; it may be called again.
         """
         waking = wake_tags(tags)
         with self._exclusive("wake_up"):
@@ -349,7 +344,7 @@ class LLM(EngineAccess):
             self._asleep -= waking
 
     def is_sleeping(self) -> bool:
-        """Whether the LLM sleeps, or a part of it."""
+        """Return True if the LLM, or a part of it, sleeps."""
         return bool(self._asleep)
 
     def close(self) -> None:
@@ -376,7 +371,7 @@ class LLM(EngineAccess):
 
     @contextlib.contextmanager
     def _exclusive(self, method: str) -> Iterator[None]:
-        """Hold the lock, for one call at a time. EngineError inside a call of this thread, or after a fork."""
+        """Hold the lock during a call. Raises EngineError inside a call of this thread, and in a forked process."""
         self._made_in.check()
         self._refuse_nested(method)
         with self._lock:
@@ -387,10 +382,10 @@ class LLM(EngineAccess):
                 self._caller = None
 
     def _refuse_nested(self, method: str) -> None:
-        """Raise EngineError inside a call of this thread, such as in a callback: the lock would never be free."""
+        """Raise EngineError inside a call of this thread, such as in a callback: the lock would never be released."""
         if self._caller == threading.get_ident():
             raise EngineError(
-                f"{method} was called from inside a call of this LLM, which would wait forever: call it when that call "
+                f"{method} was called from inside a call of this LLM, and would wait forever: call it after that call "
                 "has returned, or from another thread"
             )
 
@@ -421,10 +416,7 @@ class LLM(EngineAccess):
         use_tqdm: UseTqdm,
         priority: int | Sequence[int] | None = None,
     ) -> list[Output]:
-        """Run prompts to their end. Returns their last outputs, in order.
-
-        name: what the caller calls `params`, for error messages.
-        """
+        """Run prompts to their end. Returns their last outputs, in order. name: name of `params` in error messages."""
         refuse_tracing()
         each = prompt_list(prompts)
         params = one_each(name, params, len(each))
@@ -434,7 +426,7 @@ class LLM(EngineAccess):
             if self._asleep:
                 raise EngineError(f"the LLM sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
             for one in params[:1]:
-                check_task(engine.inputs.limits.pooling, one)  # once: the error would name every prompt
+                check_task(engine.inputs.limits.pooling, one)  # here, so that the error names no prompt
             request_groups = [
                 self._request_group(engine, index, prompt, param, len(each), priority)
                 for index, (prompt, param, priority) in enumerate(zip(each, params, priorities, strict=True))
@@ -453,7 +445,7 @@ class LLM(EngineAccess):
                     finals = self._run(engine, ids, progress, interrupt)
             except BaseException:
                 for engine in self.engines:
-                    engine.start_over()  # an interrupt may have left its state half changed
+                    engine.start_over()  # an interrupt may have left its state inconsistent
                 raise
         return [finals[group.request_id] for group in request_groups]
 
@@ -491,7 +483,7 @@ class LLM(EngineAccess):
         """Divide requests among the engines, and run all to their end. Returns their last outputs by id."""
         engines, finals = self.engines, dict[str, Output]()
         ids: list[set[str]] = [set() for _ in engines]
-        last = math.ceil(len(request_groups) / len(engines)) - 1  # of the engine's share of the requests
+        last = math.ceil(len(request_groups) / len(engines)) - 1  # an engine with more requests has its full share
         for group in request_groups:
             prefixes = prefix_names(group.prompt_token_ids, engines[0].runner.block_size, group.cache_salt)
             index = self._router.choose(prefixes, [len(each) for each in ids], bound=last)
@@ -543,15 +535,15 @@ def generate(
     """Complete prompts with a model, in one call.
 
     model: a folder, a hub id, a .gguf file, an `LLM`, or (config, params) with live JAX arrays, which are used without
-        a copy (docs/live_arrays.md has the tree). Live arrays need tokenizer= for texts as prompts: a folder, a hub id
-        or a .gguf file.
-    engine_options: as for `LLM`; not with an `LLM`, which has its own already.
+        a copy (docs/live_arrays.md has the tree). For text prompts, live arrays need tokenizer=: a folder, a hub id or
+        a .gguf file.
+    engine_options: as for `LLM`; none if `model` is an `LLM`.
 
-    Each call builds an engine, with programs from the compile cache, and closes it. Make an `LLM` to call it often.
+    Each call builds an engine, with programs from the compile cache, and closes it. For many calls, make an `LLM`.
     """
     if isinstance(model, LLM):
         for name, value in engine_options.items():
-            raise RequestError(name, value, "the LLM has its options already: give them where it is made")
+            raise RequestError(name, value, "cannot be changed for an existing LLM: pass it when the LLM is made")
         return model.generate(prompts, sampling_params, use_tqdm=use_tqdm)
     params = None
     if isinstance(model, tuple):

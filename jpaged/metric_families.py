@@ -1,6 +1,6 @@
-"""An engine's figures as named metrics: vLLM's names, and further ones as `jpaged:`.
+"""An engine's named metrics: vLLM's names, and further metrics with the prefix `jpaged:`.
 
-`get_metrics` of `LLM` and `AsyncLLM` returns them as a list, as vLLM's `LLM.get_metrics`. `serving/admin/metrics.py`
+`get_metrics` of `LLM` and `AsyncLLM` returns them as a list, like vLLM's `LLM.get_metrics`. `serving/admin/metrics.py`
 writes them as text for Prometheus.
 """
 
@@ -15,9 +15,9 @@ from jpaged.version import __version__
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure with its labels. Several metrics may have one name: their labels differ.
+    """A metric with its labels. Metrics of the same name have different labels.
 
-    name: as in vLLM's `LLM.get_metrics`. A counter has no `_total` at the end; `/metrics` adds it.
+    name: as in vLLM's `LLM.get_metrics`. A counter's name has no suffix `_total`; `/metrics` adds it.
     """
 
     name: str
@@ -26,25 +26,23 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """A value that only grows, until `reset_stats`. An integer, or a float in seconds."""
+    """A value that only grows, until `reset_stats`: an integer, or a float in seconds."""
 
     value: int | float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """A value at the moment."""
+    """A current value."""
 
     value: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """Observations by size.
+    """Observations by size. `count` is their number, and `sum` the sum of their values.
 
-    count:   number of observations.
-    sum:     sum of the observed values.
-    buckets: number of observations up to each bound. The keys are bounds as text; the last one is '+Inf'.
+    buckets: number of observations up to each bound. The keys are the bounds as text, the last of them '+Inf'.
     """
 
     count: int
@@ -54,10 +52,7 @@ class Histogram(Metric):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """All metrics of one name. They have the same class and the same names of labels. There is at least one.
-
-    text: one line of help.
-    """
+    """All metrics of one name, at least one. They have the same class and label names. text: one line of help."""
 
     name: str
     text: str
@@ -165,7 +160,7 @@ class _Families:
         yield self._gauge("jpaged:kv_blocks_shared", "Blocks in several block tables.", sharing.shared_blocks)
         yield self._gauge("jpaged:kv_blocks_saved", "Blocks that sharing saves.", sharing.saved_blocks)
         yield self._gauge(
-            "jpaged:kv_waste_ratio", "Fraction of slots in running requests' blocks without a token.", snapshot.kv_waste
+            "jpaged:kv_waste_ratio", "Fraction of empty slots in the running requests' blocks.", snapshot.kv_waste
         )
         yield self._counter("jpaged:kv_blocks_copied", "Shared blocks copied before a write.", stats.copied_blocks)
         slots = {"used": stats.used_host_slots, "free": stats.host_slots - stats.used_host_slots}
@@ -248,12 +243,12 @@ def _histogram(name: str, labels: dict[str, str], values: metrics.Histogram) -> 
 
 
 def _info(name: str, text: str, labels: dict[str, str]) -> MetricFamily:
-    """Return a family whose labels are the information. Its value is always 1."""
+    """Return a family that has its information in the labels. Its value is always 1."""
     return MetricFamily(name, text, (Gauge(name, labels, 1),))
 
 
 def families_of(snapshots: Sequence[EngineMetricsSnapshot], model_name: str) -> Iterator[MetricFamily]:
-    """Yield all figures of engines. Their indices are the label `engine`. model_name: value of the other label."""
+    """Yield all metrics of engines. Their labels are `engine`, the engine's index, and `model_name`."""
     each = [_Families(model_name, engine).all(of_engine) for engine, of_engine in enumerate(snapshots)]
     if len(each) == 1:
         yield from each[0]

@@ -1,7 +1,7 @@
-"""Figures of an engine since its start, as plain data: distributions, counts and times.
+"""Metrics of an engine since its start, as plain data: distributions, counts and times.
 
-`jpaged/engine/observe/engine_metrics.py` fills them. `jpaged/metric_families.py` names them. The bounds of the
-distributions are those of vLLM's metrics, so that dashboards and alerts written for vLLM keep working.
+`jpaged/engine/observe/engine_metrics.py` fills them. `jpaged/metric_families.py` names them. Histograms have the same
+bounds as vLLM's, so that dashboards and alerts written for vLLM keep working.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ STEP_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 
 
 def token_count_bounds(largest: int) -> tuple[int, ...]:
-    """Bounds 1, 2, 5, 10, 20, 50, ... up to `largest`, as vLLM's for numbers of tokens."""
+    """Bounds 1, 2, 5, 10, 20, 50, ... up to `largest`, as vLLM has them for token counts."""
     bounds, unit = [], 1
     while unit <= largest:
         bounds += [unit * digit for digit in (1, 2, 5) if unit * digit <= largest]
@@ -40,15 +40,12 @@ def token_count_bounds(largest: int) -> tuple[int, ...]:
 
 
 class Histogram:
-    """Counts of observations by size. One thread writes; any thread may call `copy`.
-
-    A plain object without a lock, which counts a value several times in one call.
-    """
+    """Counts of observations by size, without a lock. One thread writes; any thread may call `copy`."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: tuple[float, ...]):
-        """bounds: upper bounds of the buckets, rising and inclusive. A last bucket holds all larger values."""
+        """bounds: inclusive upper bounds of the buckets, rising. A last bucket counts all larger values."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -78,8 +75,8 @@ class Histogram:
 class RequestHistograms:
     """Distributions over requests and tokens. Times are in seconds.
 
-    A request is one prompt of an API call. It has one or several answers. Its times run from the first event of any of
-    its answers to the last one.
+    A request is one prompt of an API call, with one or several answers. Its times run from the first event of any
+    answer to the last one.
     """
 
     time_to_first_token: Histogram    # per request: arrival to the first token
@@ -151,15 +148,15 @@ class ProgramMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharingMetrics:
-    """Blocks of the KV pool that several block tables hold at the moment."""
+    """Blocks of the KV pool that are in several block tables now."""
 
     shared_blocks: int  # blocks in more than one block table
-    saved_blocks: int   # further blocks that would be held without sharing
+    saved_blocks: int   # additional blocks that would be used without sharing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineMetricsSnapshot:
-    """All figures of an engine at one moment."""
+    """All metrics of an engine at one moment."""
 
     stats: EngineStats
     requests: RequestHistograms
@@ -169,12 +166,12 @@ class EngineMetricsSnapshot:
     phases: PhaseSeconds
     programs: ProgramMetrics
     sharing: SharingMetrics
-    kv_waste: float                     # fraction of slots in running requests' blocks without a token, now
+    kv_waste: float                     # fraction of empty slots in the running requests' blocks, now
     corrupted_requests: int             # requests that ended because their logits were not finite
     rejected_requests: int              # requests refused because of max_queued_requests
     rejected_tokens: int                # requests refused because of max_queued_tokens
     enable_prefix_caching: bool
-    kv_tokens: int                      # tokens that the KV pool can hold, of requests of max_model_len
+    kv_tokens: int                      # capacity of the KV pool in tokens, for requests of max_model_len
     max_model_len: int
-    asleep: frozenset[str]              # what `sleep` has freed: "weights", "kv_cache"; empty if the engine is awake
+    asleep: frozenset[str]              # parts that `sleep` has freed: "weights", "kv_cache"; empty if awake
     prefix_hit_requests: int = 0        # ended requests that found a part of their prompt in the prefix cache

@@ -18,7 +18,7 @@ class Logprob:
     token_bytes: bytes | None = None  # the token's exact bytes; None if the tokenizer does not provide them
 
     def without_rank(self) -> "Logprob":
-        """Return the same log-probability, of a token whose rank is not known."""
+        """Return a copy without the rank."""
         return dataclasses.replace(self, rank=None)
 
 
@@ -27,15 +27,14 @@ class CompletionOutput:
     """One answer to a prompt: everything generated so far.
 
     finish_reason: None while it runs, then 'stop', 'length', 'repetition', 'abort', or 'error'. 'error' means that its
-                   text or its grammar failed.
+                   text, its grammar or the model's logits failed.
     stop_reason:   the string of `stop`, or the id of `stop_token_ids`, that ended the answer. None at the model's own
-                   end-of-sequence id and at a grammar's end. If the request's grammar or the model's logits failed:
-                   the error.
+                   end-of-sequence id and at a grammar's end. The error, if the grammar or the logits failed.
     logprobs:      one dict per token, from token id to Logprob: the token itself, and the requested most likely tokens.
     text_offsets:  with logprobs: number of characters of the answer before each token. A token that begins inside a
-                   character has that character's offset. Offsets count a stop string even where it is cut off.
+                   character has that character's offset. A stop string counts even if the text omits it.
     message:       from `LLM.chat` with tools or a reasoning parser: the text as content, reasoning and tool calls.
-    With output_kind DELTA, text, token_ids, logprobs and text_offsets have only what is new.
+    With output_kind DELTA, text, token_ids, logprobs and text_offsets have only the new part.
     """
 
     index: int
@@ -103,7 +102,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def followed_by(self, later: "RequestOutput") -> "RequestOutput":
-        """Join this output with the next one, both with output_kind DELTA: for a reader that did not read this one."""
+        """Join this output with the next one, both with output_kind DELTA. Used if this one was not read in time."""
         answers = {answer.index: answer for answer in self.outputs}
         for answer in later.outputs:
             before = answers.get(answer.index)
@@ -187,12 +186,12 @@ class EngineStats:
     num_waiting: int           # requests that wait for a row now
     steps: int                 # steps dispatched
     prompt_tokens: int         # prompt tokens of started requests
-    prefix_hit_tokens: int     # those of prompt_tokens whose KV was found in the prefix index
+    prefix_hit_tokens: int     # prompt tokens whose KV was found in the prefix index
     generated_tokens: int      # tokens sampled and kept
     finished_requests: int     # requests that ended, for any reason
     preemptions: int           # times that a running request lost its row and blocks
     recomputed_tokens: int     # tokens computed again after a preemption
-    kv_waste: float            # fraction of slots in running requests' blocks without a token, averaged over steps
+    kv_waste: float            # fraction of empty slots in the running requests' blocks, averaged over steps
     compiles_after_ready: int  # programs compiled after the engine was ready; not 0 is a bug
     copied_blocks: int = 0     # shared blocks copied before a write (copy on write)
     blocks_to_host: int = 0    # blocks copied to the host tier
@@ -200,8 +199,7 @@ class EngineStats:
     host_slots: int = 0        # capacity of the host tier, in blocks
     used_host_slots: int = 0   # blocks in the host tier now
     empty_turns: int = 0       # turns of the pipeline stages without a step: bubbles
-    # With enable_expert_parallel, in pairs of a token and an expert: all of them, and those of each layer's busiest
-    # device. A device's mean share of the first, divided by the second, says how even the load is: 1 is even.
-    # Layers of earlier pipeline stages do not count.
+    # With enable_expert_parallel: (token, expert) pairs on all devices, and on each layer's busiest device. The load is
+    # even if expert_pairs / devices = busiest_expert_pairs. Layers of earlier pipeline stages do not count.
     expert_pairs: int = 0
     busiest_expert_pairs: int = 0

@@ -1,4 +1,4 @@
-"""Phases of a start, logged at level DEBUG, and lines on the terminal of a user who waits.
+"""Phases of an engine's start: logged at level DEBUG, and printed to the terminal if the start takes long.
 
 `jpaged bench startup` prints the phases.
 
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 2.0  # a start or a wait that takes less prints nothing
 
-_starts: "list[_Start]" = []  # that print their phases, innermost last
+_starts: "list[_Start]" = []  # running starts that print their phases, innermost last
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log the seconds of the code inside: of the clock, and of the processor in all threads of the process."""
+    """Log the wall-clock seconds of the code inside, and the CPU seconds of all threads of the process."""
     wall, cpu = time.perf_counter(), time.process_time()
     if _starts:
         _starts[-1].enter(name)
@@ -32,7 +32,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def tell(message: str) -> None:
-    """Print a message to a terminal or notebook, unless the process has a log that shows messages like this."""
+    """Print a message to a terminal or notebook, unless the process logs messages of level INFO."""
     if not logger.isEnabledFor(logging.INFO) and (sys.stderr.isatty() or "ipykernel" in sys.modules):
         from tqdm import tqdm
 
@@ -41,7 +41,7 @@ def tell(message: str) -> None:
 
 @contextlib.contextmanager
 def told_start() -> Iterator[None]:
-    """Tell the phases of a start inside that takes more than PATIENCE_SECONDS, and which native kernels it compiles."""
+    """Print the phases of the start inside, and the native kernels that it compiles, after PATIENCE_SECONDS."""
     start, kernels = _Start(), logging.getLogger("pallas_kernels")
     level = kernels.level
     _starts.append(start)
@@ -58,7 +58,7 @@ def told_start() -> Iterator[None]:
 
 
 class _Start(logging.Handler):
-    """The phases of one start. The first line comes from a timer: it names the phase that takes long."""
+    """Prints the phases of one start. A timer prints the first line, which names the phase that takes long."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -71,7 +71,7 @@ class _Start(logging.Handler):
         self._timer.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell what kernels log: they know nothing of phases."""
+        """Print a log record of `pallas_kernels`, which cannot call `phase`."""
         self.enter(record.getMessage())
 
     def enter(self, name: str) -> None:

@@ -1,9 +1,9 @@
 """Plan an engine's memory without a device: `jpaged plan`, and `plan` for Python.
 
 1. The model's config, and the headers of its files if present, give the spec. No weight is read.
-2. The device is JAX's own, or a `Target`: a kind of device that JAX has a compiler for.
-3. `runtime.blueprint`, which an engine starts with too, compiles the largest program, reads its temporaries and fits
-   the pool. Without an installed compiler the temporaries are estimated, and the plan says so.
+2. The device is JAX's default device, or a `Target`: a kind of device that JAX can compile for without having one.
+3. `runtime.compile.blueprint`, with which engines also start, compiles the largest program, reads its temporaries and
+   sizes the pool. Without an installed compiler the temporaries are estimated, and the plan says so.
 
 Imported late: JAX and the runtime, when the options are checked.
 """
@@ -39,7 +39,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 ASSUMED = "h200"  # kind of device if only its memory is given
-ROOFLINE_ROWS = (1, 64, 256)  # requests of the steps whose times are predicted
+ROOFLINE_ROWS = (1, 64, 256)  # batch sizes for which step times are predicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,37 +57,37 @@ class Temporaries:
     """Device memory that the largest program allocates while it runs."""
 
     num_bytes: int
-    measured: bool  # read from the compiled program; else estimated from the shapes
+    measured: bool  # True: read from the compiled program. False: estimated from the shapes
     program: str    # the program with the most temporaries
     how: str        # kind of device that it was compiled for, or the reason for the estimate
 
 
 @dataclasses.dataclass(frozen=True)
 class EnginePlan:
-    """Use of a device's memory by an engine, and the requests that it leaves room for."""
+    """Memory use of an engine on one device, and the number of requests that fit."""
 
     model: str
     dtype: str
     kv_dtype: str  # of the KV pages
     device: str
-    device_bytes: int | None  # None: CPU, where the pool does not depend on it
+    device_bytes: int | None  # None: CPU, or a back end that does not report it
     taken_bytes: int          # in use by other programs
-    usable_bytes: int | None  # most bytes that the options allow to be in use, taken_bytes included
-    weight_kinds: dict[str, dict[str, int]]  # bytes by part, and by kind of numbers: `memory.weight_kinds`
+    usable_bytes: int | None  # limit of bytes in use that the options set, including taken_bytes
+    weight_kinds: dict[str, dict[str, int]]  # part -> kind of stored numbers -> bytes: `memory.weight_kinds`
     temporaries: Temporaries
     memory: "MemoryPlan | None"            # None: the engine does not fit
     problem: str | None                    # the engine's error message if it does not fit
-    largest_max_model_len: int | None      # that fits, independent of the option; None: not one block fits
+    largest_max_model_len: int | None      # largest that fits, whatever the option says; None: not one block fits
     requests: tuple[tuple[int, int], ...]  # (tokens of a request, number of such requests that run at once)
-    memory_is_capped: bool                 # by kv_cache_memory_bytes
+    memory_is_capped: bool                 # kv_cache_memory_bytes is set
     host_blocks: int                       # blocks that fit into swap_space
     roofline: "Roofline | None" = None     # predicted times of the programs, if asked for
     format: str | None = None              # quant_method of the checkpoint; None: it is not quantised
-    num_devices: int = 1                   # of the engine or of one stage; all bytes are those of one device
-    num_parts: int = 1                     # that weights and pages are split into
-    whole_bytes: int = 0                   # of the weights, those that every device has whole
-    stage: tuple[int, int] = (0, 1)        # index of the fullest pipeline stage, which this plan is of; number of all
-    num_layers: int = 0                    # of that stage
+    num_devices: int = 1                   # devices of one pipeline stage; all bytes are for one device
+    num_parts: int = 1                     # shards of the weights and of the pages
+    whole_bytes: int = 0                   # bytes of weights that are replicated on every device
+    stage: tuple[int, int] = (0, 1)        # (index, number of stages): the fullest stage, which this plan describes
+    num_layers: int = 0                    # layers of this stage
 
     @property
     def weight_parts(self) -> dict[str, int]:
@@ -96,7 +96,7 @@ class EnginePlan:
 
     @property
     def least_devices(self) -> int:
-        """Devices of this kind that it takes to hold the weights alone: as tensor_parallel_size. 1 on CPU."""
+        """Smallest tensor_parallel_size with which devices of this kind can hold the weights alone. 1 on CPU."""
         if self.usable_bytes is None:
             return 1
         room = max(1, self.usable_bytes - self.taken_bytes - self.whole_bytes)
@@ -104,7 +104,7 @@ class EnginePlan:
 
     @property
     def is_dequantised(self) -> bool:
-        """True if the checkpoint is quantised, but none of its weights is on this device."""
+        """True if the checkpoint is quantised, but this device stores all weights dequantised."""
         return self.format is not None and not any("scales" in kinds for kinds in self.weight_kinds.values())
 
     @property
@@ -150,7 +150,7 @@ class EnginePlan:
 
 
     def _note(self, kinds: Mapping[str, int]) -> str:
-        """Kinds of numbers of a part, unless all are of the model's dtype."""
+        """List a part's kinds of numbers with their sizes. Empty if all have the model's dtype."""
         from jpaged.runtime.memory.plan import size_text
 
         if kinds.keys() == {self.dtype}:
@@ -159,7 +159,7 @@ class EnginePlan:
 
 
 def parse_size(parameter: str, text: str) -> int:
-    """Bytes of "24GiB", "80GB", "512 MiB" or a plain number. Raises RequestError with what is accepted."""
+    """Return the bytes that "24GiB", "80GB", "512 MiB" or a plain number means. Raises RequestError."""
     found = _SIZE.fullmatch(text.strip())
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if found is None or found[2].lower() not in units or float(found[1]) <= 0:
@@ -185,19 +185,19 @@ def plan(
     """Plan an engine's memory. Reads no weights, and allocates no device memory.
 
     model:         a folder, a config.json, a .gguf file, a hub id (only its config is downloaded), or demo.
-    options:       of the engine (`EngineConfig`).
-    target:        a name in `runtime.targets.TARGETS`. None = an NVIDIA GPU if device_memory is given, else JAX's.
-    device_memory: bytes; None = the target's own.
-    request_lens:  lengths in tokens, to count how many requests run at once; () = powers of two, and max_model_len.
-    roofline_context: also predict the times of steps whose requests have this many tokens. None = do not.
-    link_bandwidth, link_latency: of the prediction: bytes a second that a device sends to others, and seconds of a step
-                   (`collectives.Link`). None = the target's own link.
-    progress:      show a bar while the programs of the prediction are compiled.
+    options:       engine options by name (`EngineConfig`).
+    target:        a name in `runtime.targets.TARGETS`. None: H200 if device_memory is given, else JAX's device.
+    device_memory: bytes; None: the target's own.
+    request_lens:  lengths in tokens for which to count concurrent requests; (): powers of two, and max_model_len.
+    roofline_context: also predict the times of steps whose requests have this many tokens. None: do not predict.
+    link_bandwidth, link_latency: link between devices, for the prediction: bytes per second and seconds
+                   (`collectives.Link`). None: the target's own link.
+    progress:      show a bar while the prediction compiles programs.
     Raises RequestError for a bad argument, and ModelLoadError for a model or an option that the engine would refuse.
     """
     config = engine_config(model, options or {})
     if config.data_parallel_size > 1:
-        accepted = "a plan is of one engine, and all have the same: leave it out"
+        accepted = "a plan describes one engine, and all engines have the same plan: leave it out"
         raise RequestError("data_parallel_size", config.data_parallel_size, accepted)
     if device_memory is not None and target == "cpu":
         raise RequestError(
@@ -215,7 +215,7 @@ def plan(
     link = {"bandwidth": link_bandwidth, "latency": link_latency}
     for name, value in link.items():
         if value is not None and (roofline_context is None or config.devices_per_engine == 1):
-            reason = "has an effect with --roofline and several devices only (--tensor-parallel-size): leave it out"
+            reason = "needs --roofline and several devices (--tensor-parallel-size): add them, or leave it out"
             raise RequestError(f"link_{name}", value, reason)
     from jpaged.loading.model_description import describe
     from jpaged.models.sharding import find_devices, shards_of
@@ -257,10 +257,9 @@ def plan(
 
 
 def _fullest(plans: Sequence[EnginePlan], config: EngineConfig) -> EnginePlan:
-    """The plan of the pipeline stage with the smallest pool, which all have; on a tie, with the fullest devices."""
+    """Return the plan of the stage with the fewest blocks: all stages use this number. On a tie, the fullest stage."""
 
     def room(plan: EnginePlan) -> tuple[int, int]:
-        """Blocks, and the bytes of everything else."""
         if plan.memory is None:
             return -1, -plan.weight_bytes
         return plan.memory.num_blocks, -plan.weight_bytes - plan.temporaries.num_bytes - plan.memory.table_bytes
@@ -341,7 +340,7 @@ def _plan(
 
 
 def _memory_of(device: "jax.Device | None", target: "Target | None") -> tuple[int | None, int]:
-    """Bytes of the device, and bytes in use; None on CPU, and if the back end does not report them."""
+    """Bytes of the device (None on CPU, and if the back end does not report them), and bytes in use."""
     if target is not None:
         return target.memory_bytes, 0
     from jpaged.runtime.memory.plan import device_bytes
@@ -353,7 +352,7 @@ def _memory_of(device: "jax.Device | None", target: "Target | None") -> tuple[in
 def _temporaries(
     blueprint: "Blueprint", target: "Target | None", config: EngineConfig, free: int | None
 ) -> Temporaries:
-    """Temporaries of the compiled program. Estimated if there is no compiler, or if the weights do not fit."""
+    """Temporaries of the compiled program; an estimate without a compiler, or if weights or program do not fit."""
     from jpaged.runtime.compile.estimate import estimate_temporaries
     from jpaged.runtime.store.cache import persistent_cache
 
@@ -363,13 +362,13 @@ def _temporaries(
     elif free == 0:
         why = "the weights alone do not fit, so nothing was compiled"
     else:
-        # The cache can store programs for a device that is not present, but cannot load them.
+        # The cache can store programs for an absent device, but cannot load them.
         cached = contextlib.nullcontext() if target is not None else persistent_cache(config.compilation_cache_dir)
         tracing = contextlib.nullcontext() if target is None else target.tracing()
         try:
             with cached, tracing:
                 shape, num_bytes = blueprint.largest_temporaries(free)
-        except Exception as error:  # XLA's own errors: mostly a program that does not fit into the target's memory
+        except Exception as error:  # XLA's own types: mostly, the program does not fit into the target's memory
             why = f"its compiler refused the program: {first_line(error)}"
             logger.warning("%s: %s", kind, why)
         else:
@@ -380,7 +379,7 @@ def _temporaries(
 
 
 def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None) -> int | None:
-    """The largest max_model_len that fits, computed as an engine would; None if not one block fits."""
+    """Largest max_model_len that fits, computed as in an engine; None if not one block fits."""
     from jpaged.runtime.compile.blueprint import Blueprint
 
     config = dataclasses.replace(blueprint.config, max_model_len=None)
@@ -392,7 +391,7 @@ def _largest(blueprint: "Blueprint", temporaries: Temporaries, free: int | None)
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress the warning of `memory.fit` about a max_model_len that shrinks: here it is the result."""
+    """Suppress the warning that max_model_len was reduced: here the reduced value is the result."""
     log = logging.getLogger("jpaged.runtime.memory.plan")
     before = log.disabled
     log.disabled = True
@@ -403,7 +402,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _lengths(asked: tuple[int, ...], fitted: "MemoryPlan") -> list[int]:
-    """Lengths of requests to count: those that were asked for, else powers of two and the longest."""
+    """Lengths for which to count requests: the given ones, else powers of two and max_model_len."""
     longest = fitted.limits.max_model_len
     for length in asked:
         if length > longest:

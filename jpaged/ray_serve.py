@@ -40,8 +40,8 @@ def build(args: Mapping[str, Any]) -> "Application":
           - device:   cpu, gpu or tpu: the cluster's resource that a replica takes
           - replicas: number of replicas; default 1
           - max_ongoing_requests: requests that a replica runs or queues; further ones wait at Ray. Default 1,024
-    A replica takes the devices of all its engines (`EngineConfig.devices_per_engine`). Each value is what YAML reads it
-    as. Raises RequestError for a flag that `jpaged serve` does not have, or that Ray Serve replaces.
+    A replica takes the devices of all its engines (`EngineConfig.devices_per_engine`). Text values are read as YAML.
+    Raises RequestError for a flag that `jpaged serve` does not have, or that Ray Serve replaces.
     """
     given = {name.lstrip("-").replace("-", "_"): _value(value) for name, value in args.items()}
     replicas, most = _number(given, "replicas", 1), _number(given, "max_ongoing_requests", 1_024)
@@ -75,14 +75,14 @@ def build(args: Mapping[str, Any]) -> "Application":
 
 
 def devices_of(command: Serve) -> int:
-    """Return the number of devices that a replica takes: those of all its engines."""
+    """Return the number of devices of all engines of a replica."""
     config = EngineConfig(**engine_options(command.engine, command.model_argument))
     return config.devices_per_engine * config.data_parallel_size
 
 
 @functools.cache
 def load(flags: tuple[str, ...]) -> "Starlette":
-    """Load the model of a replica, once a process. flags: of `jpaged serve`."""
+    """Load the model of a replica, once per process. flags: words of a `jpaged serve` command line."""
     return command_of(flags).application()
 
 
@@ -106,12 +106,12 @@ def command_of(flags: Sequence[str]) -> Serve:
 
 
 def _value(value: Any) -> Any:
-    """Return what `serve run NAME=VALUE` means: it passes text."""
+    """Parse a value of `serve run NAME=VALUE`, which passes text."""
     return yaml.safe_load(value) if isinstance(value, str) else value
 
 
 def _number(given: dict[str, Any], name: str, default: int) -> int:
-    """Take a positive whole number out of the arguments."""
+    """Remove a positive whole number from the arguments, and return it."""
     value = given.pop(name, default)
     if not isinstance(value, int) or value < 1:
         raise RequestError(name, value, "must be a whole number of at least 1")

@@ -1,4 +1,4 @@
-"""Who made a request: work that a request waits for is shared fairly between clients, and dropped when they leave."""
+"""`Requester`: the client of a request that waits for a grammar. Clients take turns. Ended requests are dropped."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,11 +10,7 @@ current_client: ContextVar[str] = ContextVar("jpaged_client", default="")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requester:
-    """A request that waits for work.
-
-    client:   its client: clients take turns.
-    has_left: returns True once the request has ended. Any thread calls it.
-    """
+    """A request that waits for work. has_left: returns True once the request has ended; any thread may call it."""
 
     client: str = ""
     has_left: Callable[[], bool] = lambda: False

@@ -1,6 +1,6 @@
-"""Routing: the choice of the engine that runs a request. The front end of several engines uses it, and the simulator.
+"""Routers: each chooses the engine that runs a request. The front end of several engines and the simulator use them.
 
-A router sees the names of the prompt's prefixes and the load of each engine. It may be called from one thread only.
+A router reads the hashes of the prompt's prefixes and the load of each engine. One thread at a time may call it.
 """
 
 import array
@@ -9,14 +9,14 @@ from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 OVERLOAD = 1.25  # prefix-affine avoids an engine with more than OVERLOAD * (mean number of requests) + 1 requests
-MAX_KNOWN = 200_000  # prefixes that are remembered: about 30 MB. The least recently used ones are forgotten
+MAX_KNOWN = 200_000  # capacity of the prefix table: about 30 MB. Above it, the least recently used tenth is evicted
 
 
 def prefix_names(token_ids: Sequence[int], block_size: int, salt: str = "") -> tuple[int, ...]:
-    """Names of the beginnings of a prompt that have 1 to 16 blocks, and then ever an eighth more.
+    """Hash a prompt's prefixes of 1, 2, ... 16 blocks, and then prefixes that are each an eighth longer.
 
-    A prompt of 1,000,000 tokens and blocks of 16 has 87 names.
-    salt: of the prefix cache: prompts with different salts share nothing. Names are valid in this process only.
+    A prompt of 1,000,000 tokens with blocks of 16 tokens has 87 hashes. They are valid in this process only.
+    salt: cache salt of the request. Prompts with different salts have different hashes.
     """
     names, name, begin, blocks = [], hash(salt), 0, 1
     while (end := blocks * block_size) <= len(token_ids):
@@ -32,15 +32,14 @@ class Router(Protocol):
     def choose(self, prefixes: Sequence[Hashable], loads: Sequence[float], *, bound: float | None = None) -> int:
         """Return the index of the engine for a request.
 
-        prefixes: names of ever longer beginnings of its prompt. Prompts that begin with the same tokens have the same
-                  first names.
-        loads:    requests that wait or run on each engine. Infinite: the engine must not be chosen. One is finite.
-        bound:    an engine with more requests is overloaded. None: OVERLOAD * (mean of the loads) + 1.
+        prefixes: `prefix_names` of its prompt, shortest first. Prompts with a common prefix have the same first hashes.
+        loads:    waiting and running requests of each engine; infinite: do not choose it. At least one is finite.
+        bound:    an engine with more requests is overloaded. None: OVERLOAD * (mean of the finite loads) + 1.
         """
         ...
 
     def forget(self) -> None:
-        """The engines have dropped their cached prefixes."""
+        """Forget all prefixes: the engines have emptied their prefix caches."""
         ...
 
 
@@ -51,7 +50,7 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, prefixes: Sequence[Hashable], loads: Sequence[float], *, bound: float | None = None) -> int:
-        """Return the engine after the last chosen one."""
+        """Return the next usable engine after the last chosen one."""
         count = len(loads)
         index = next(i % count for i in range(self._next, self._next + count) if loads[i % count] < math.inf)
         self._next = index + 1
@@ -68,7 +67,7 @@ class LeastLoaded:
         self._first = 0  # index at which the search starts, so that idle engines are used in turn
 
     def choose(self, prefixes: Sequence[Hashable], loads: Sequence[float], *, bound: float | None = None) -> int:
-        """Return the first of the least loaded engines, counted from the one after the last chosen."""
+        """Return the least loaded engine. On a tie, the first one after the last chosen engine."""
         count = len(loads)
         index = min(((self._first + i) % count for i in range(count)), key=loads.__getitem__)
         self._first = index + 1
@@ -79,13 +78,12 @@ class LeastLoaded:
 
 
 class PrefixAffine:
-    """Sends requests whose prompts begin alike to one engine, so that the KV of the beginning is computed only there.
+    """Sends requests with a common prefix to one engine, so that only this engine computes the prefix's KV.
 
-    Each prefix remembers its engines, the first one that got it first. A request goes to the first engine of its
-    longest prefix that is not overloaded; then those of its shorter prefixes follow. An engine is overloaded with more
-    than 1.25 times the mean number of requests, plus one. This is the rule of consistent hashing with bounded loads
-    (Mirrokni, Thorup and Zadimoghaddam, 2018), with a table in place of the hash. If no prefix is known, or all engines
-    that know one are overloaded, the request goes to the least loaded engine.
+    A table lists, for each prefix, the engines that have received it, oldest first. The router looks up the request's
+    prefixes, longest first, and takes the first listed engine that is not overloaded. If there is none, it takes the
+    least loaded engine. An engine is overloaded if it has more than 1.25 times the mean number of requests, plus one.
+    This is consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018), with a table as the hash.
     """
 
     def __init__(self) -> None:
@@ -93,7 +91,7 @@ class PrefixAffine:
         self._engines: dict[Hashable, tuple[int, ...]] = {}  # by prefix, least recently used first
 
     def choose(self, prefixes: Sequence[Hashable], loads: Sequence[float], *, bound: float | None = None) -> int:
-        """Return the first engine of the longest prefix that is not overloaded."""
+        """Return the first engine of the longest prefix that is not overloaded, else the least loaded engine."""
         if bound is None:
             usable = [load for load in loads if load < math.inf]
             bound = OVERLOAD * sum(usable) / len(usable) + 1
@@ -109,7 +107,7 @@ class PrefixAffine:
         self._engines.clear()
 
     def _remember(self, prefixes: Sequence[Hashable], chosen: int) -> None:
-        for prefix in reversed(prefixes):  # a short prefix is used more recently than a longer one
+        for prefix in reversed(prefixes):  # so a long prefix is evicted before its shorter ones
             engines = self._engines.pop(prefix, ())
             self._engines[prefix] = engines if chosen in engines else (*engines, chosen)
         if len(self._engines) > MAX_KNOWN:

@@ -22,15 +22,15 @@ class BlockOwner:
 class BlockSnapshot:
     """A physical block.
 
-    A block with an owner is *used*. A free block that the prefix index knows is *cached*. Any other block is *empty*.
+    A block with an owner is *used*. A free block in the prefix index is *cached*. Any other block is *empty*.
     """
 
     block: int
     ref_count: int
-    owners: tuple[BlockOwner, ...]  # ref_count of them; another number is a bug
-    prefix_hash: str | None         # SHA-256 in hexadecimal, of a full block that the prefix index knows
+    owners: tuple[BlockOwner, ...]  # length is ref_count; any other length is a bug
+    prefix_hash: str | None         # SHA-256 in hexadecimal, for a full block in the prefix index
     last_use: int | None            # last step in which the block had an owner; None: never
-    tokens: int                     # slots with KV, counting those that the running step writes
+    tokens: int                     # slots with KV, including the slots that the running step writes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class PoolSnapshot:
     num_groups: int     # KV groups: block tables per request
     used_blocks: int    # blocks with an owner
     shared_blocks: int  # blocks with more than one owner
-    cached_blocks: int  # free blocks in the prefix index: a prompt with the same beginning reuses them
+    cached_blocks: int  # free blocks in the prefix index: a prompt with the same prefix reuses them
     empty_blocks: int   # free blocks without reusable KV
-    references: int     # entries of all block tables: blocks that would be used without sharing
+    references: int     # entries of all block tables: the number of used blocks if none were shared
     used_tokens: int    # filled slots of used blocks
 
 
@@ -72,9 +72,9 @@ class StepSnapshot:
 
     index: int            # steps finished before this one
     rows: int             # rows of the request table that took part
-    decodes: int          # those that computed the token that they had sampled last
+    decodes: int          # rows that computed their last sampled token
     prompt_tokens: int    # tokens of chunks of prompts
-    seconds: float        # from its dispatch, or the end of the step before it if that is later, to its result
+    seconds: float        # from its dispatch or the previous step's end, whichever is later, to its result
     age_seconds: float    # since its result
 
 
