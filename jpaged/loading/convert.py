@@ -96,10 +96,7 @@ def convert(model: str, out: Path, *, dtype: str = "auto", revision: str | None 
 
 
 def export(model: str, out: Path) -> Written:
-    """Write the Hugging Face files of a converted folder.
-
-    The files equal the original files bit for bit, unless the conversion changed the dtype, which they then have.
-    """
+    """Write the Hugging Face files of a converted folder: the original bytes, unless `convert` changed the dtype."""
     folder = find_model(model)
     check_out(out, folder)
     if not is_converted(folder):

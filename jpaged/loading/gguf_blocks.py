@@ -52,10 +52,7 @@ class _BlockType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """Views of the arrays of a `QuantizedWeight` for n blocks, [n, entries of a block] each.
-
-    Arrays that the type does not have are empty.
-    """
+    """Views of a `QuantizedWeight`'s arrays for n blocks, [n, entries of a block] each; empty if the type has none."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -131,7 +128,7 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray, codes: np.ndarray, size: int) -> None:
-    """Write 4-bit codes, one per byte. `size` bytes have `size` codes in the low halves, the next in the high halves."""
+    """Write 4-bit codes, one per byte. `size` bytes have `size` codes in the low halves, the next in the high ones."""
     parts = packed.reshape(len(packed), -1, size)
     wide = codes.view(np.uint8).reshape(len(packed), -1, 2, size)
     np.bitwise_and(parts, 15, out=wide[:, :, 0])

@@ -128,7 +128,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
 
 
 def checkpoint_fingerprint(config: EngineConfig) -> str:
-    """Hash a checkpoint's config.json and its files' names and sizes, to compare machines: 16 hex digits of a SHA-256.
+    """Return 16 hex digits of SHA-256, of a checkpoint's config.json and of its files' names and sizes.
 
     Raises ModelLoadError if there is no such model.
     """

@@ -1,7 +1,7 @@
 """Presents a checkpoint quantised by AWQ, GPTQ, compressed-tensors, fp8 or ModelOpt: dequantised, or as codes.
 
 A packed matrix MODULE appears as one tensor MODULE.weight [out, in]. `array` dequantises it. `quantized` returns its
-codes, which keep their bits.
+codes unchanged.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class PackedCheckpoint:
     config_name = Checkpoint.config_name
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]):
-        """Check the headers of all parts, without reading data. Raises ModelLoadError for an unsupported one.
+        """Check the headers of all parts, without reading data. Raises ModelLoadError for unsupported ones.
 
         config: the values of config.json, with quantization_config.
         """

@@ -52,10 +52,7 @@ class SafetensorsFile(MappedFile):
             raise
 
     def array(self, name: str) -> np.ndarray:
-        """Return the tensor as a read-only view of the mapped file. Bytes are read when they are used.
-
-        Raises ModelLoadError for a dtype that is not in DTYPES.
-        """
+        """Return the tensor as a read-only view of the mapped file. Raises ModelLoadError for a dtype not in DTYPES."""
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise ModelLoadError(

@@ -4,8 +4,8 @@
    a convertible dtype, and no tensor may be left over. So nearly all errors come before device memory is allocated.
 2. `load_weights` assembles one leaf at a time on the host, in its final dtype. Leaves that are quantised in the
    checkpoint keep their codes, one byte each on the host. Leaves that are quantised at load go to the device in parts.
-   A thread reads the next leaf meanwhile, so peak host memory is two leaves plus the mapped files. Only this step finds
-   values too large for float16.
+   A thread reads the next leaf meanwhile, so peak host memory is two leaves plus the mapped files. Values too large for
+   float16 are found only here.
 """
 
 import concurrent.futures

@@ -4,8 +4,7 @@ Files are [in, out]. qweight I32[in * bits / 32, out] is a stream of bits down e
 I32[groups, out * bits / 32] one along each row, scales [groups, out], g_idx I32[in] the group of each input.
 weight = (code - zero) * scale. v1 stores zero - 1. Source: GPTQModel 7.7, nn_modules/qlinear/__init__.py.
 
-In memory, codes of 2 and 3 bits are stored in 4 bits. Codes of 8 bits become signed: 128 is subtracted from code and
-zero.
+In memory, codes of 2 and 3 bits have 4 bits. Codes of 8 bits become signed: code and zero are reduced by 128.
 """
 
 import dataclasses
