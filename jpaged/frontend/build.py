@@ -123,10 +123,7 @@ def prepare(
     model: Any, params: Any, options: Mapping[str, Any], *, layout: "WeightLayout | None", progress: bool,
     background: bool, headless: bool = False,
 ) -> Prepared:  # fmt: skip
-    """Load a model and compile its programs. Arguments and errors as in `build_engine`.
-
-    headless: for a process with a rank above 0, which does not schedule.
-    """
+    """Load a model and compile its programs. Arguments and errors as in `build_engine`. headless: node_rank > 0."""
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     processors = logits_processors(options.get("logits_processors"))

@@ -87,19 +87,13 @@ class EngineAccess:
             engine.runner.wait_until_ready()
 
     def stats(self, engine: int | None = None) -> EngineStats:
-        """Return the statistics since the start or the last `reset_stats`.
-
-        engine: index of one engine, with data_parallel_size. None: all of them together.
-        """
+        """Return the statistics since the start or the last `reset_stats`. engine: index of an engine; None: totals."""
         if engine is not None:
             return self._engine_at(engine).stats()
         return total_stats([each.stats() for each in self.engines])
 
     def metrics(self, engine: int = 0) -> EngineMetricsSnapshot | None:
-        """Return the statistics and distributions that `/metrics` shows. None with `disable_log_stats`.
-
-        engine: index of the engine, with data_parallel_size.
-        """
+        """Return the metrics of the engine with this index, as in `/metrics`. None with `disable_log_stats`."""
         return self._engine_at(engine).metrics()
 
     def get_metrics(self) -> list[Metric]:

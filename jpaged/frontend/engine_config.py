@@ -94,10 +94,7 @@ def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_neutral(name: str, value: object, not_yet: Mapping[str, tuple[Any, ...]] = NOT_YET) -> bool:
-    """Return True for an option of `not_yet` at a neutral value, which is ignored.
-
-    Raises RequestError for an option of `not_yet` at any other value.
-    """
+    """Return True for an option of `not_yet` with a neutral value. Raises RequestError if it has any other value."""
     if name not in not_yet:
         return False
     if any(isinstance(value, bool) == isinstance(neutral, bool) and value == neutral for neutral in not_yet[name]):

@@ -117,10 +117,7 @@ class EngineThread:
 
     @contextlib.contextmanager
     def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator["EngineThread"]:
-        """Context that yields this thread, and counts the request as queued. Raises as `add`.
-
-        When the context ends without a call of `add`, the request no longer counts.
-        """
+        """Yield this thread, and count the request as queued until `add` or the context's end. Raises as `add`."""
         with self._wake:
             self._reserve(request_group)
             self._reserved.add(request_group.request_id)
@@ -304,8 +301,7 @@ class EngineThread:
     def _serve(self) -> None:
         """Carry out commands and step, until `close` or until the engine fails. Then end all requests.
 
-        BaseException is caught too. SystemExit would end this thread silently, and a Rust panic is a BaseException:
-        clients would wait forever.
+        BaseException is caught too: otherwise, clients would wait forever after a SystemExit or a Rust panic.
         """
         try:
             while self._carry_out_commands():
@@ -397,10 +393,7 @@ class EngineThread:
         return True
 
     def _admit(self, add: _Add) -> None:
-        """Add a request, or hold it while the engine is paused.
-
-        `add` has checked the queue. A second check could refuse a request for which another engine had room.
-        """
+        """Add a request, or hold it while the engine is paused. `add` has checked the queue already."""
         if self._paused:
             self._held[add.request_group.request_id] = add
         else:

@@ -35,10 +35,7 @@ class EngineThreads:
     def __init__(
         self, engines: Sequence[Engine], routing: str, *, num_prefill: int = 0, watchdog_seconds: float = STALL_SECONDS
     ):
-        """routing: name of the router. num_prefill: the first `num_prefill` engines only compute prompts.
-
-        watchdog_seconds: as for `EngineThread`.
-        """
+        """routing: name in ROUTERS. num_prefill: the first `num_prefill` engines only compute prompts."""
         self.num_prefill = num_prefill
         self._router = ROUTERS[routing]()     # for the engines that generate
         self._prefill_router = ROUTERS[routing]()
@@ -103,10 +100,7 @@ class EngineThreads:
         return loads
 
     def check_room(self, num_tokens: int = 0) -> None:
-        """Raise CapacityError if no queue has room for a prompt of `num_tokens` tokens.
-
-        Raises EngineError if all engines have ended.
-        """
+        """Raise CapacityError if no queue has room for `num_tokens` tokens, EngineError if all engines have ended."""
         self.check_open()
         generating = self.threads[self.num_prefill :]
         if not any(thread.is_open and thread.has_room(num_tokens) for thread in generating):

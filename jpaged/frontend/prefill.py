@@ -4,8 +4,7 @@
 2. The KV of the prompt's full blocks is copied to the host, and then into the prefix cache of the generating engine.
 3. The request runs there as usual, and finds the blocks. It computes at least the prompt's last token.
 
-So answers are the same as without prefill engines. If a prefill engine fails or is full, the generating engine computes
-the prompt.
+So answers do not change. If a prefill engine fails or is full, the generating engine computes the prompt.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ LONG_WORKERS = 2  # threads for long prompts. The tokenizer releases the GIL
 
 
 class TokeniserThreads:
-    """One thread for short prompts and `LONG_WORKERS` threads for long ones. Both run the shortest prompt first.
+    """One thread for short prompts and `LONG_WORKERS` threads for long ones. All run the shortest prompt first.
 
     Prompts of about equal length run in order of arrival.
     """

@@ -8,10 +8,7 @@ from jpaged.errors import RequestError
 
 
 def refuse_tracing(*values: object) -> None:
-    """Raise RequestError while JAX traces, or if a value is a tracer.
-
-    A call inside a traced function would run once, while JAX compiles the function, and never again.
-    """
+    """Raise RequestError while JAX traces, or if a value is a tracer: the call would run only once, during tracing."""
     jax = sys.modules.get("jax")
     if jax is None:
         return

@@ -60,7 +60,7 @@ class CutPoints:
     def pieces(self, text: str, size: int, most: int, *, from_end: bool = False) -> Iterator[str]:
         """Yield the pieces of a text in order, or from the last to the first.
 
-        size: characters of a usual piece. most: maximum, above which ValueError is raised.
+        size: characters of a usual piece. Raises ValueError if a piece needs more than `most` characters.
         """
         find, start, end = self._pattern, 0, len(text)
         while end - start > size:

@@ -116,8 +116,8 @@ class TextEncoder:
         if ends is None or description.cut_points is None:
             if len(text) > most:
                 accepted = (
-                    f"has {len(text):,} characters, and this model's tokenizer takes at most {most:,}: shorten it, or "
-                    "send token ids"
+                    f"has {len(text):,} characters, and this model's tokenizer takes at most {most:,} at once: shorten "
+                    "it, or send token ids"
                 )
                 raise RequestError(name, text, accepted)
             return EncodedText(self._whole(text, special_tokens=special_tokens), complete=True)

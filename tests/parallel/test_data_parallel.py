@@ -440,7 +440,7 @@ def test_only_engines_on_one_cpu_device_share_it(monkeypatch):
 
 def test_several_processes_are_refused(monkeypatch):
     found_devices(4, monkeypatch, processes=2)
-    with pytest.raises(ModelLoadError, match="all engines are in one process"):
+    with pytest.raises(ModelLoadError, match="all engines run in one process"):
         devices_of_engines(EngineConfig(model="x", data_parallel_size=2), live=False)
 
 
