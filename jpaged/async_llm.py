@@ -45,7 +45,7 @@ PROGRAMS_SECONDS = 0.05  # poll interval of a request that waits for its program
 class AsyncLLM(EngineAccess):
     """A model that serves requests on asyncio. Arguments and errors as for `jpaged.LLM`; the constructor blocks.
 
-    `close`, or the end of its asynchronous context, frees the device memory; garbage collection does too.
+    `close`, or the end of an `async with` block, frees the device memory; garbage collection does too.
 
     watchdog_seconds: a longer step is logged with its program and its stack, and makes `check_health` fail.
     """
@@ -291,10 +291,7 @@ class AsyncLLM(EngineAccess):
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Abort running requests (last outputs with finish_reason 'abort') and free the device memory.
-
-        In a forked process it does nothing: the memory is the parent's.
-        """
+        """Abort running requests (finish_reason 'abort'), and free the device memory. No effect in a forked process."""
         if self._made_in.is_another:
             return
         self._collected.detach()

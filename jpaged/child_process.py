@@ -130,10 +130,7 @@ def _exchange(
     seconds: float,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> bytes:
-    """Write all data and read one line.
-
-    Raises TimeoutError after `seconds`, InterruptedError if cancelled, EOFError if the program has ended.
-    """
+    """Write all data and read one line. Raises TimeoutError, InterruptedError, or EOFError if the program has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     end = time.monotonic() + seconds

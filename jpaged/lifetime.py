@@ -67,7 +67,7 @@ def _call_hooks() -> None:
 
 @functools.cache
 def _come_before_jax() -> None:
-    """Register `_at_exit` after imported JAX's hook, which frees devices: `atexit` runs the newest hook first."""
+    """Register `_at_exit` again, once JAX is imported: `atexit` then runs it before JAX's hook, which frees devices."""
     atexit.register(_at_exit)
 
 
@@ -78,8 +78,7 @@ def close_when_collected(owner: object, close: Callable[[], None]) -> "weakref.f
     """Call a function when an object is collected, unless the result's `detach` was called. Not in forked processes.
 
     close: must not refer to the object. It runs in a new thread, because garbage collection may interrupt a thread that
-        holds a lock that `close` needs. The interrupted thread waits for it, at most twice CLOSE_SECONDS, so that
-        memory is free when `del` returns.
+        holds a lock that `close` needs. That thread waits up to twice CLOSE_SECONDS, so that `del` frees the memory.
     """
     made_in = OwnProcess()
 

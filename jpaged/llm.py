@@ -65,9 +65,9 @@ class LLM(EngineAccess):
     layout: a `jpaged.models.spec.WeightLayout`, for live arrays with shapes that do not determine their layout.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
 
-    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. `close`, or the end of its
-    context, frees the device memory; garbage collection does too. Calls from several threads run one after another.
-    With data_parallel_size, each engine gets the same number of a call's prompts.
+    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. `close`, or the end of a `with`
+    block, frees the device memory; garbage collection does too. Calls from several threads run one after another.
+    With data_parallel_size, an engine gets at most ceil(prompts / engines) of a call's prompts.
     """
 
     @using_device()
@@ -146,9 +146,8 @@ class LLM(EngineAccess):
     def put_kv(self, data: bytes) -> int:
         """Add the KV of `take_kv` to the prefix cache. Returns the number of new blocks.
 
-        The next request with that prompt finds them and computes only the rest. Its answer does not change. Needs
-        kv_handover=True and data_parallel_size=1. Raises RequestError for damaged bytes, and for bytes from another
-        model, block size or KV type.
+        The next request with that prompt computes only the rest. Its answer does not change. Needs kv_handover=True and
+        data_parallel_size=1. Raises RequestError for damaged bytes, or another model, block size or KV type.
         """
         engine = self._handover_engine("put_kv")
         handover, own = KVHandover.from_bytes(data), weights_name(self.config, live=self._is_live)
@@ -192,9 +191,8 @@ class LLM(EngineAccess):
         """Pool prompts. Returns one output per prompt, in order. Raises the errors of `generate`.
 
         pooling_task: "embed", "classify", or "token_embed" or "token_classify" for a vector of each token:
-            `outputs.data`, float32[tokens, size]. None: the task in `pooling_params`, else the model's own. On CPU, a
-            token's vector equals bit for bit the vector of a prompt that ends at this token. The per-token tasks use no
-            cached KV.
+            `outputs.data`, float32[tokens, size]. None: the task in `pooling_params`, else the model's. On CPU, a
+            token's vector has the bits of the vector of a prompt that ends there. Per-token tasks use no cached KV.
         """
         return cast(list[PoolingRequestOutput[Any]], self._pool(pooling_task, prompts, pooling_params, use_tqdm))
 
@@ -348,10 +346,7 @@ class LLM(EngineAccess):
         return bool(self._asleep)
 
     def close(self) -> None:
-        """Free the device memory. The LLM cannot be used afterwards; a second `close` does nothing.
-
-        In a forked process it does nothing: the memory is the parent's.
-        """
+        """Free the device memory; the LLM cannot be used afterwards. No effect if closed, or in a forked process."""
         if self._made_in.is_another:
             return
         with self._exclusive("close"):

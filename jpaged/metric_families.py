@@ -1,7 +1,6 @@
 """An engine's named metrics: vLLM's names, and further metrics with the prefix `jpaged:`.
 
-`get_metrics` of `LLM` and `AsyncLLM` returns them as a list, like vLLM's `LLM.get_metrics`. `serving/admin/metrics.py`
-writes them as text for Prometheus.
+`get_metrics` returns them as a list, like vLLM's `LLM.get_metrics`. `serving/admin/metrics.py` writes Prometheus text.
 """
 
 import dataclasses

@@ -75,8 +75,7 @@ class Histogram:
 class RequestHistograms:
     """Distributions over requests and tokens. Times are in seconds.
 
-    A request is one prompt of an API call, with one or several answers. Its times run from the first event of any
-    answer to the last one.
+    A request is one prompt of an API call. Its times run from the first event of any of its answers to the last event.
     """
 
     time_to_first_token: Histogram    # per request: arrival to the first token

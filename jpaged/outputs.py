@@ -88,8 +88,7 @@ class RequestOutput:
     """A prompt and its answers so far.
 
     num_cached_tokens: prompt tokens that a prefix hit saved computing.
-    prompt_logprobs:   if requested, one entry per prompt token, like `CompletionOutput.logprobs`. The first entry is
-                       None: no token precedes it.
+    prompt_logprobs:   if requested, one entry per prompt token, like `CompletionOutput.logprobs`; None for the first.
     """
 
     request_id: str
@@ -160,10 +159,7 @@ PooledT = TypeVar("PooledT")
 
 @dataclasses.dataclass(slots=True)
 class PoolingRequestOutput(Generic[PooledT]):
-    """A prompt and the result of a pooling model.
-
-    num_cached_tokens: prompt tokens that a prefix hit saved computing.
-    """
+    """A prompt and the result of a pooling model."""
 
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids
@@ -171,7 +167,7 @@ class PoolingRequestOutput(Generic[PooledT]):
     outputs: PooledT    # EmbeddingOutput, ClassificationOutput or TokenPoolingOutput; None if the request was aborted
     finished: bool
     metrics: RequestMetrics
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved computing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

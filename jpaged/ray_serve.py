@@ -87,10 +87,7 @@ def load(flags: tuple[str, ...]) -> "Starlette":
 
 
 def flags_of(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words of a command line. given: values by the names of flags of `jpaged serve`.
-
-    Raises RequestError for a flag that Ray Serve replaces.
-    """
+    """Return command-line words for flags of `jpaged serve`. Raises RequestError for a flag that Ray Serve replaces."""
     for name, known in RAYS_OWN.items():
         if name in given:
             raise RequestError(name, given[name], known)

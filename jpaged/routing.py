@@ -1,4 +1,4 @@
-"""Routers: each chooses the engine that runs a request. The front end of several engines and the simulator use them.
+"""Routers choose the engine that runs a request. The front end of several engines and the simulator use them.
 
 A router reads the hashes of the prompt's prefixes and the load of each engine. One thread at a time may call it.
 """
