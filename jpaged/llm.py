@@ -65,8 +65,8 @@ class LLM(EngineAccess):
     layout: a `jpaged.models.spec.WeightLayout`, for live arrays with shapes that do not determine their layout.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
 
-    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. `close`, or the end of a `with`
-    block, frees the device memory; garbage collection does too. Calls from several threads run one after another.
+    Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. `close`, or a `with` block's
+    end, frees the device memory; garbage collection does too. Calls from several threads run one after another.
     With data_parallel_size, an engine gets at most ceil(prompts / engines) of a call's prompts.
     """
 
