@@ -38,7 +38,7 @@ def text() -> str:
     lines = [f"{name}: {WIDER.get(kind, kind)}" for name, kind in options.items() if name not in PARAMETERS]
     lines += ["logits_processors: Sequence[Any]", "", f"# vLLM's names of {', '.join(ALIASES.values())}."]
     lines += [f"{name}: {options[field].removesuffix(' | None')} | None" for name, field in ALIASES.items()]
-    lines += ["", "# Options of vLLM that jpaged does not have yet. Only values that ask for nothing are accepted."]
+    lines += ["", "# Options of vLLM that jpaged does not have yet. Only their neutral values are accepted."]
     lines += [f"{name}: Any" for name in NOT_YET]
     return head + "".join(f"    {line}\n" if line else "\n" for line in lines)
 
