@@ -89,7 +89,7 @@ def test_truncation_has_its_limits():
     with pytest.raises(RequestError, match="at most 15 tokens") as caught:
         process([1], truncate_prompt_tokens=16)
     assert caught.value.parameter == "truncate_prompt_tokens"
-    with pytest.raises(RequestError, match="takes at most 131,072 at once: cut it"):
+    with pytest.raises(RequestError, match="takes at most 131,072 at once: shorten it"):
         process("A" * 131_073, truncate_prompt_tokens=3)
 
 

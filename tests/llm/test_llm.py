@@ -215,7 +215,7 @@ def test_generate_in_one_call(llm: LLM, runner: FakeRunner):
     assert not runner.closed
     assert jpaged.generate("model", [1], GREEDY, max_num_seqs=4)[0].outputs[0].token_ids == alone([1], 6, 97)
     assert runner.closed
-    with pytest.raises(RequestError, match=r"^max_num_seqs: the LLM has its options.*, got 4"):
+    with pytest.raises(RequestError, match=r"^max_num_seqs cannot be changed for an existing LLM.*, got 4"):
         jpaged.generate(llm, [1], GREEDY, max_num_seqs=4)
     with pytest.raises(RequestError, match="config, params"):
         jpaged.generate(("a", "b", "c"), [1])

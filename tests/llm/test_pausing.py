@@ -308,7 +308,7 @@ def test_held_requests_count_as_queued(runner, monkeypatch):
 
 def test_an_engine_that_still_compiles_does_not_sleep(engine, runner):
     runner.is_ready = False
-    with pytest.raises(CapacityError, match="still being compiled"):
+    with pytest.raises(CapacityError, match="programs are being compiled"):
         asyncio.run(engine.sleep())
     assert not asyncio.run(engine.is_paused())
 

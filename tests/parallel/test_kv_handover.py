@@ -163,5 +163,5 @@ def test_bad_options():
     ):
         with pytest.raises(RequestError, match=message):
             AsyncLLM("demo", **options)
-    with pytest.raises(RequestError, match="use AsyncLLM or the server"):
+    with pytest.raises(RequestError, match="is for AsyncLLM and the server"):
         LLM("demo", prefill_engines=1, data_parallel_size=2)
