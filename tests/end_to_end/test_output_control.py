@@ -168,7 +168,10 @@ def test_custom_logits_processors(llm: LLM):
     restricted, usual = answers(llm, asked, plain)
     assert all(700 <= token_id < 750 for token_id in restricted.outputs[0].token_ids)
     assert usual.outputs[0].token_ids == answers(llm, plain)[0].outputs[0].token_ids
-    refused = (({"nothing": {}}, "must be one that the engine was started with"), ({"only": {"first": 1.0}}, "takes the parameters"))
+    refused = (
+        ({"nothing": {}}, "must be one that the engine was started with"),
+        ({"only": {"first": 1.0}}, "takes the parameters"),
+    )
     for wrong, message in refused:
         with pytest.raises(RequestError, match=message):
             answers(llm, SamplingParams(logits_processors=wrong))
