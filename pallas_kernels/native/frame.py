@@ -1,9 +1,5 @@
 """A call from XLA's foreign function interface: its arrays, and the threads that share its work.
 
-The offsets are from `xla/ffi/api/c_api.h`, which jaxlib ships. `tests/kernels/test_native.py` compares them. When XLA
-registers a kernel, the kernel checks the sizes of XLA's structs and reports its interface version. XLA refuses versions
-that it does not support.
-
 A call is a *job*: an array of int64 from malloc, divided into units of work. Threads claim units one by one until none
 is left. The calling thread works too, and waits only for units that another thread has begun. So a call ends even if
 no thread of XLA's pool is free. A helper that starts after the call has returned finds no unit, and touches only the
@@ -15,6 +11,35 @@ from typing import Any
 
 from numba import njit
 
+from pallas_kernels.native.c_api import (
+    API_ERROR_CREATE,
+    API_NUM_THREADS,
+    API_SCHEDULE,
+    BUFFER_DATA,
+    BUFFER_DIMS,
+    EXTENSION_METADATA,
+    EXTENSION_TYPE,
+    FRAME_API,
+    FRAME_ARGS,
+    FRAME_CONTEXT,
+    FRAME_EXTENSION,
+    FRAME_RETS,
+    LEAST_API,
+    LEAST_FRAME,
+    LEAST_METADATA,
+    MAJOR_VERSION,
+    METADATA_EXTENSION,
+    METADATA_VERSION,
+    MINOR_VERSION,
+    NUM_THREADS_SIZE,
+    POOL_CONTEXT,
+    RESOURCE_EXHAUSTED,
+    SCHEDULE_DATA,
+    SCHEDULE_SIZE,
+    SCHEDULE_TASK,
+    THREADS_NUMBER,
+    VERSION_NUMBERS,
+)
 from pallas_kernels.native.memory import (
     call,
     error,
@@ -32,21 +57,7 @@ from pallas_kernels.native.memory import (
 
 NATIVE = {"nogil": True, "error_model": "numpy", "boundscheck": False}  # options of numba
 
-# Interface version of this module, from jaxlib 0.10.2. XLA accepts kernels of earlier minor versions.
-MAJOR_VERSION, MINOR_VERSION = 0, 3
-NO_VERSION = -1
-
-# struct sizes and offsets in bytes
-FRAME_SIZE, FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGS, FRAME_RETS = 0, 8, 16, 24, 72, 112
-EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
-METADATA_VERSION, API_VERSION, VERSION_NUMBERS = 8, 16, 16
-API_ERROR_CREATE, API_SCHEDULE, API_NUM_THREADS = 48, 136, 144
-# sizes of the structs up to the last field that this module reads; XLA's may be larger
-LEAST_FRAME, LEAST_API, LEAST_METADATA = FRAME_RETS + 8, API_NUM_THREADS + 8, METADATA_VERSION + VERSION_NUMBERS + 8
-BUFFER_DATA, BUFFER_DIMS = 24, 40
-SCHEDULE_SIZE, NUM_THREADS_SIZE = 40, 32  # their fields: size, extension, context, and those that `share` sets
-METADATA_EXTENSION = 1
-RESOURCE_EXHAUSTED = 8  # of XLA_FFI_Error_Code
+NO_VERSION = -1  # XLA refuses to register a kernel that answers with it
 
 NEXT, DONE, USERS, UNITS, ARGUMENTS = 0, 8, 16, 24, 32  # offsets in a job; the kernel's own words follow
 MOST_THREADS = 1024  # for a call that is worth sharing; `thread_limit` and the pool allow fewer
@@ -142,16 +153,16 @@ def make_share(work: Callable[[int, int], None]) -> Any:
         if helpers > 0:
             store_int64(request, NUM_THREADS_SIZE)
             store_int64(request + 8, 0)
-            store_int64(request + 16, load_int64(frame + FRAME_CONTEXT))
-            store_int64(request + 24, request + 48)
+            store_int64(request + POOL_CONTEXT, load_int64(frame + FRAME_CONTEXT))
+            store_int64(request + THREADS_NUMBER, request + 48)
             store_int64(request + 48, 1)
             call(load_int64(api + API_NUM_THREADS), request)
             helpers = min(helpers, load_int64(request + 48) - 1)
         store_int64(job + USERS, 1 + max(helpers, 0))
         if helpers > 0:
             store_int64(request, SCHEDULE_SIZE)
-            store_int64(request + 24, task)
-            store_int64(request + 32, job)
+            store_int64(request + SCHEDULE_TASK, task)
+            store_int64(request + SCHEDULE_DATA, job)
             for _ in range(helpers):
                 if call(load_int64(api + API_SCHEDULE), request) != 0:
                     leave(job)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.native import disk, processors
+from pallas_kernels.native import c_api, disk, processors
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ def _registered(kernel: str, check: Callable[[str], None] | None) -> Native:
         code = disk.read(path)  # stored by the process that had the lock
         is_new = code is None
         if code is None:
+            c_api.check()
             logger.info("compiling the native kernel %s for this processor, once: 2 to 25 s", kernel.split(".")[1])
             with _interruptible():
                 code = _compile(kernel)

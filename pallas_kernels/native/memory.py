@@ -6,10 +6,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from pallas_kernels.native.c_api import ERROR_CREATE_SIZE
 from pallas_kernels.native.library import THREAD_LIMIT
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-ERROR_CREATE_SIZE = 28  # of XLA_FFI_Error_Create_Args: size, extension, message, code
 
 
 def pointer(builder: Any, address: Any, kind: Any) -> Any:

@@ -8,19 +8,17 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
 import threading
 
 import jax
-import jaxlib
 import numpy as np
 import pytest
 
 from pallas_kernels import cpu_kernels, paged_attention, private_folder
-from pallas_kernels.native import disk, library, processors
+from pallas_kernels.native import c_api, disk, library, processors
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, choose_implementation, cpu
 from tests.kernels.native_calls import (
     LARGE,
@@ -32,76 +30,34 @@ from tests.kernels.native_calls import (
 )
 from tests.kernels.oracle import Shape, attend, make_case
 
-HEADER = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
-SIZES = {"size_t": 8, "int64_t": 8, "int32_t": 4, "int": 4}  # enums have 4 bytes, pointers 8
-
 pytestmark = [
     pytest.mark.codegen,
     pytest.mark.skipif(library.native(cpu.KERNEL).name is None, reason="native kernels cannot run here"),
 ]
 
 
-def offsets(text: str, struct: str) -> tuple[dict[str, int], int]:
-    """Offsets of a struct's fields in a C header, and its size."""
-    found = re.search(rf"struct {struct} {{(.*?)\n}}", text, re.DOTALL) or re.search(
-        rf"typedef struct {struct} {{(.*?)\n}} {struct};", text, re.DOTALL
-    )
-    body = re.sub(r"//[^\n]*", "", found[1])
-    body = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", body)
-    fields, offset = {}, 0
-    for line in filter(None, (line.strip() for line in body.split(";"))):
-        kind, name = re.match(r"(?:const )?(.*?)(\w+)(?:\[\d+\])?$", line, re.DOTALL).groups()
-        kind = kind.strip()
-        if kind.endswith("*"):
-            size = align = 8
-        elif kind in SIZES or re.search(rf"}} {kind};", text):  # a number, or an enum
-            size = align = SIZES.get(kind, 4)
-        else:
-            size, align = offsets(text, kind)[1], 8
-        offset = -(-offset // align) * align
-        fields[name] = offset
-        offset += size
-    return fields, -(-offset // 8) * 8
-
-
-def test_offsets_are_those_of_the_header():
-    frame = importlib.import_module("pallas_kernels.native.frame")
-    text = HEADER.read_text()
-    call, _ = offsets(text, "XLA_FFI_CallFrame")
-    args, _ = offsets(text, "XLA_FFI_Args")
-    rets, _ = offsets(text, "XLA_FFI_Rets")
-    buffer, _ = offsets(text, "XLA_FFI_Buffer")
-    api, _ = offsets(text, "XLA_FFI_Api")
-    version, _ = offsets(text, "XLA_FFI_Api_Version")
-    base = re.search(r"(XLA_FFI_\w+)\* extension_start", text)[1]
-    extension, base_size = offsets(text, base)
-    version_type = r"XLA_FFI_Api_Version api_version;"
-    assert re.search(rf"struct XLA_FFI_Metadata {{\s*size_t struct_size;\s*{version_type}", text)
-    schedule, schedule_size = offsets(text, "XLA_FFI_ThreadPool_Schedule_Args")
-    threads, threads_size = offsets(text, "XLA_FFI_ThreadPool_NumThreads_Args")
-    assert (call["extension_start"], call["api"], call["ctx"]) == (
-        frame.FRAME_EXTENSION, frame.FRAME_API, frame.FRAME_CONTEXT
-    )  # fmt: skip
-    assert (call["args"] + args["args"], call["rets"] + rets["rets"]) == (frame.FRAME_ARGS, frame.FRAME_RETS)
-    assert (buffer["data"], buffer["dims"]) == (frame.BUFFER_DATA, frame.BUFFER_DIMS)
-    assert (extension["type"], base_size) == (frame.EXTENSION_TYPE, frame.EXTENSION_METADATA)
-    assert (8, api["api_version"]) == (frame.METADATA_VERSION, frame.API_VERSION)
-    assert version["major_version"] == frame.VERSION_NUMBERS == version["minor_version"] - 4
-    assert (api["XLA_FFI_ThreadPool_Schedule"], api["XLA_FFI_ThreadPool_NumThreads"]) == (
-        frame.API_SCHEDULE, frame.API_NUM_THREADS
-    )  # fmt: skip
-    assert api["XLA_FFI_Error_Create"] == frame.API_ERROR_CREATE
-    memory = importlib.import_module("pallas_kernels.native.memory")
-    error, _ = offsets(text, "XLA_FFI_Error_Create_Args")
-    assert [error[name] for name in ("message", "errc")] == [16, 24]
-    assert error["errc"] + 4 == memory.ERROR_CREATE_SIZE
-    assert re.search(r"XLA_FFI_Error_Code_RESOURCE_EXHAUSTED = (\d+)", text)[1] == str(frame.RESOURCE_EXHAUSTED)
-    assert int(re.search(r"define XLA_FFI_API_MAJOR (\d+)", text)[1]) == frame.MAJOR_VERSION
-    assert int(re.search(r"define XLA_FFI_API_MINOR (\d+)", text)[1]) >= frame.MINOR_VERSION
-    assert (schedule_size, threads_size) == (frame.SCHEDULE_SIZE, frame.NUM_THREADS_SIZE)
-    assert [schedule[name] for name in ("ctx", "task", "data")] == [16, 24, 32]
-    assert [threads[name] for name in ("ctx", "num_threads")] == [16, 24]
-    assert re.search(r"XLA_FFI_Extension_Metadata = (\d+)", text)[1] == str(frame.METADATA_EXTENSION)
+def test_another_header_is_refused(monkeypatch, tmp_path, caplog):
+    """No kernel is compiled for structs that differ from the header that jaxlib ships, and the reason is logged."""
+    text = c_api.HEADER.read_text()
+    assert not list(c_api.differences(text))
+    changed = text.replace("  void* data;\n  int64_t rank;", "  int64_t rank;\n  void* data;")
+    changed = changed.replace("XLA_FFI_Error_Code_RESOURCE_EXHAUSTED = 8", "XLA_FFI_Error_Code_RESOURCE_EXHAUSTED = 9")
+    changed = changed.replace("_XLA_FFI_API_STRUCT_FIELD(XLA_FFI_ThreadPool_NumThreads);", "")
+    assert list(c_api.differences(changed)) == [
+        "Buffer.data is at 32, not at 24", "Api.XLA_FFI_ThreadPool_NumThreads is missing",
+        "XLA_FFI_Error_Code_RESOURCE_EXHAUSTED = 9, not 8",
+    ]  # fmt: skip
+    (tmp_path / "c_api.h").write_text(changed)
+    monkeypatch.setattr(c_api, "HEADER", tmp_path / "c_api.h")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.disk.folder.cache_clear()
+    library._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        made = library._native.__wrapped__(cpu.KERNEL, None)
+    library.disk.folder.cache_clear()
+    assert made.name is None
+    assert "Buffer.data is at 32, not at 24" in made.reason
+    assert "so XLA operations are used" in caplog.text
 
 
 # --- the same bits ---------------------------------------------------------------------------------------------------

@@ -364,14 +364,14 @@ def test_bits_do_not_depend_on_the_number_of_threads(kernel):
 
 @pytest.mark.parametrize("small", [None, "frame", "api", "metadata"])
 def test_the_kernel_gives_no_version_if_a_struct_is_too_small(name, small):
-    frame_module = importlib.import_module("pallas_kernels.native.frame")
+    c_api, frame_module = (importlib.import_module(f"pallas_kernels.native.{name}") for name in ("c_api", "frame"))
     api = words(192, 0, 24, 0, 0, 3, *[0] * 18)
     metadata = words(36, 24, 0, 7, 0)  # size, then a version: size, extension, two int32
     extension = words(32, 1, 0, ctypes.addressof(metadata))
     frame = words(168, ctypes.addressof(extension), ctypes.addressof(api), *[0] * 18)
     for struct, least in (("frame", frame), ("api", api), ("metadata", metadata)):
         if small == struct:
-            least[0] = getattr(frame_module, f"LEAST_{struct.upper()}") - 1
+            least[0] = getattr(c_api, f"LEAST_{struct.upper()}") - 1
     assert handler(name)(ctypes.addressof(frame)) == 0
     major, minor = (ctypes.c_int32 * 2).from_address(ctypes.addressof(metadata) + 24)
     assert (major, minor) == (frame_module.NO_VERSION if small else 0, 3)
