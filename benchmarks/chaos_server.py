@@ -156,7 +156,7 @@ class ServerProcess:
         return self._log.read_text(errors="replace")
 
     def read_log(self) -> None:
-        """Note tracebacks in the log, and empty it."""
+        """Add the log's tracebacks to `faults`, then empty the log."""
         text = self.log()
         for part in text.split("Traceback (most recent call last)")[1:]:
             self.faults.append("a traceback in the log: " + part[:3_000])

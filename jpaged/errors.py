@@ -103,7 +103,7 @@ class LogitsError(EngineError):
     """The model returned NaN or infinite logits for a request."""
 
     message = (
-        "the model's logits are not finite (NaN or infinity): its weights are damaged, or too large for their dtype. "
+        "the model's logits are not finite (NaN or infinity): its weights are damaged, or numbers exceed the dtype. "
         "Fetch the model again, or use dtype=bfloat16 or float32"
     )
 

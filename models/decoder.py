@@ -348,7 +348,7 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
 def _qkv(
     x: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Array | tuple[Array, Array, Array], Array | None]:
-    """A Projection's product and the bias to add to it."""
+    """`Projection.product` and `Projection.bias`. Separate q, k and v have their bias already."""
     spec, bias = context.spec, context.params.get("qkv_bias")
     tokens, q_per_kv = x.shape[0], spec.q_per_kv
     if not context.layout.split_qkv:

@@ -213,7 +213,7 @@ def run_streams(port: int, count: int, wanted: list[tuple[str, str | None]], sto
     results.put((ended, wrong))
 
 
-# -- a hundred hostile requests -----------------------------------------------------------------------------------
+# -- hostile requests ---------------------------------------------------------------------------------------------
 
 
 def hostile_bodies() -> Iterator[tuple[str, str, bytes]]:

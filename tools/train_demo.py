@@ -81,7 +81,7 @@ class Recipe:
 
     @property
     def decay_start(self) -> int:
-        """First step with a learning rate below the plateau."""
+        """First step of the decay. It has the plateau's learning rate, and the next step a lower one."""
         return self.steps - int(self.steps * self.decay_share)
 
     def length_at(self, step: int) -> int:

@@ -3,7 +3,7 @@
 A runner is a class that loads an engine and generates tokens. `main` measures it in one of three ways:
 
 - `--workload FILE --name W1`: output tokens a second of a workload, after a warm-up.
-- the same with `--first-token`: time and CPU time from the start of the process to the first token.
+- the same with `--first-token`: the first token's time on the monotonic clock, and CPU seconds until then.
 - `--steps 4x8192 ...`: duration of a decode step for a number of rows and a number of keys per row.
 
 Standard library only, because every peer has its own virtual environment. Linux only, because it reads /proc.

@@ -1,6 +1,6 @@
 """`jpaged inspect`: shows the KV cache, the request table and the queue of a running server.
 
-Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+Imported late: modules that `run` needs, so that `--help` and errors in the command line print at once.
 """
 
 import dataclasses

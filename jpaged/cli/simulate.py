@@ -1,6 +1,6 @@
 """`jpaged simulate`: simulates a load on one or more engines, without a device.
 
-Imported late: what `run` needs, so that `--help` and mistakes are answered at once.
+Imported late: modules that `run` needs, so that `--help` and errors in the command line print at once.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ OptionalFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_beha
 OptionalFile = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 OptionalText = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 
-# Engine sizes without a flag or a size in the cost model: the engine's defaults on an accelerator.
+# Sizes if the cost model has no engine and no flag gives them. The first three are the engine's defaults on GPU.
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN = 256, 2048, 16, 2048
 
 
@@ -254,7 +254,7 @@ class Simulate:
         if devices == 1:
             for name in ("link_bandwidth", "link_latency", "num_layers", "hidden_bytes"):
                 if getattr(self, name) is not None:
-                    reason = "has an effect with --tensor-parallel-size above 1 only: leave it out"
+                    reason = "has an effect only with --tensor-parallel-size above 1: leave it out"
                     raise RequestError(name, getattr(self, name), reason)
             return cost
         if engine is not None and engine.num_devices > 1:

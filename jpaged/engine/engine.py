@@ -322,7 +322,7 @@ class Engine:
                 answer.set_result(capture(self.scheduler, self._steps, self.stats()))
             except Exception as error:  # for the thread that asked: running requests are not affected
                 answer.set_exception(error)
-            except BaseException as error:  # ends the engine. Raised on an event loop, it would end that loop too
+            except BaseException as error:  # SystemExit and the like would end the caller's event loop too
                 answer.set_exception(EngineError(f"the engine has ended: {type(error).__name__}: {error}"))
                 raise
 
@@ -365,7 +365,7 @@ class Engine:
         self.note_new_weights()
 
     def note_new_weights(self) -> None:
-        """Never reuse KV of the runner's old weights. Running requests keep theirs, unshared, until it is freed."""
+        """Clear the prefix cache. Running requests keep their KV of the old weights, and no new request shares it."""
         self._manager.note_new_weights(self._outputs.live_requests())
 
     def start_over(self) -> None:

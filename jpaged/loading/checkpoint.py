@@ -114,11 +114,11 @@ class Checkpoint:
         return self._file_of[name].array(name)
 
     def quantized(self, name: str) -> QuantizedWeight | None:
-        """None: no tensor is quantised."""
+        """Always None, because no tensor is quantised."""
         return None
 
     def quantized_shape(self, name: str) -> QuantizedWeight | None:
-        """None: no tensor is quantised."""
+        """Always None, because no tensor is quantised."""
         return None
 
     def release(self, name: str) -> None:

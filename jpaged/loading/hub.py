@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
 POOLING = "1_Pooling/config.json"  # Sentence Transformers' file with the pooling mode
 CONFIG = "config.json"
 MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING)
-# Sub-folders with other formats, and files that repeat the weights under other names.
+# Only the sub-folder 1_Pooling is needed (see POOLING). consolidated* repeats the weights under other names.
 _UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 
 PARTIAL = ".partial"  # suffix of a folder that is being written

@@ -49,9 +49,9 @@ class Grid:
 
 
 def largest_grid(weights: np.ndarray, scheme: Scheme, group_size: int | None, dtype: np.dtype) -> Grid:
-    """The grid whose largest code is each group's largest weight. weights: float32[out, in]. dtype: of the scales.
+    """The grid in which each group's largest magnitude gets the largest code. weights: float32[out, in].
 
-    group_size: inputs that share a scale; None: all inputs.
+    group_size: inputs that share a scale; None: all inputs. dtype: of the scales.
     """
     groups = weights.reshape(weights.shape[0], -1, group_size or weights.shape[1])
     return Grid(scheme, _stored(np.abs(groups).max(-1) / _HIGHEST[scheme.kind], dtype))

@@ -137,7 +137,7 @@ class ModelRunner:
         self.max_model_len = limits.max_model_len
         self.vocab_size = spec.vocab_size
         self.num_devices = placement.shards.num_devices
-        # (token, expert) pairs per token, in the layers that count them; 0: all devices have the same experts
+        # (token, expert) pairs of one token, summed over the layers with experts. 0: experts are not split over devices
         self._pairs_of_token = blueprint.pairs_of_token
         self.hidden_bytes = spec.hidden_size * blueprint.dtype.itemsize  # per token
         self.max_logprobs = blueprint.num_logprobs
@@ -530,7 +530,7 @@ class ModelRunner:
         return output
 
     def _start_download(self, arrays: Any) -> None:
-        """Start copies of a tree's arrays to the host. Not on CPU: they are in host memory, and a start takes 46 us."""
+        """Begin to copy a tree's arrays to the host. On CPU they are there, and each call would take 46 us."""
         if self._placement.platform != "cpu":
             jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
 

@@ -12,7 +12,7 @@ _SIZE = math.ceil(math.log(HIGHEST / LOWEST) * _PER_LOG) + 1
 
 
 class Histogram:
-    """Counts non-negative values in buckets of equal ratio, like an HDR histogram. Sum and extremes are exact."""
+    """Counts non-negative values in buckets whose edges grow by RATIO. Sum, minimum and maximum are exact."""
 
     def __init__(self) -> None:
         self.count = 0

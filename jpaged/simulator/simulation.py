@@ -51,7 +51,7 @@ class SimulationOptions:
         for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
             value = getattr(self.scheduling, name)
             if value is not None and not 0 < value < math.inf:
-                raise RequestError(name, value, "must be above 0")
+                raise RequestError(name, value, "must be a finite number above 0")
         if self.host_blocks < 0:
             raise RequestError("host_blocks", self.host_blocks, "must be 0 or more")
         if self.host_blocks and not self.prefix_caching:

@@ -99,12 +99,12 @@ class TextEncoder:
         special_tokens: bool = True,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> EncodedText:
-        """Tokenise a text. The ids equal the ids of one call of the tokenizer.
+        """Tokenise a text. A complete result has the ids of one call of the tokenizer.
 
         name:           parameter name in errors.
         limit:          tokens that are needed; None: all.
         special_tokens: add the tokens that the tokenizer adds to every text.
-        cancelled:      called between two pieces; True stops the work.
+        cancelled:      called before each piece of a long text; True stops the work.
         Raises RequestError for a text that is too long, and TokenisingCancelled.
         """
         self._check_characters(name, text, limit)

@@ -30,7 +30,8 @@ def _experts(
     step = config.integer("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers", default=[])
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
-        raise ModelLoadError(f"config.json: mlp_only_layers={dense!r} must be a list of layer numbers from 0")
+        accepted = f"must be a list of layer numbers from 0 to {num_layers - 1}"
+        raise ModelLoadError(f"config.json: mlp_only_layers={dense!r} {accepted}")
     sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     if not any(sparse):
         return None

@@ -60,7 +60,7 @@ def check() -> None:
 
 
 def differences(header: str) -> Iterator[str]:
-    """Yield each field and number that is not as this module has it. header: the text of c_api.h."""
+    """Yield each field and number that differs from this module. header: the text of c_api.h."""
     for path, expected in FIELDS.items():
         struct, *names = path.split(".")
         kind, offset = f"XLA_FFI_{struct}", 0

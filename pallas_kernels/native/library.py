@@ -1,8 +1,9 @@
 """Compiles kernels for this processor, keeps the machine code on disk, and registers it with XLA.
 
-Compiling needs numba and takes seconds. Loading machine code from disk needs llvmlite only, and takes milliseconds.
+Compiling imports numba and takes seconds. Loading machine code from disk imports llvmlite and takes milliseconds. Both
+must be installed, because the file's name has their versions. Without them no native kernel is used.
 
-Imported late: numba and llvmlite, which may be missing, and which stored machine code does not need.
+Imported late: numba and llvmlite, which may be missing.
 """
 
 import contextlib

@@ -52,7 +52,7 @@ def heads_of_tokens(
 
 
 def row_of_token(query_start_loc: Int[Array, " rows_plus_1"], tokens: int) -> Int[Array, " tokens"]:
-    """The row of each token; for padding the last row."""
+    """The row of each token. Padding tokens get the last row."""
     token = jnp.arange(tokens)
     ended = jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1)
     return jnp.minimum(ended, query_start_loc.shape[0] - 2)

@@ -1,7 +1,7 @@
 """Prefill kernel of triton.py: rows of several tokens, in tiles (Dao et al. 2022).
 
-A program attends with one tile of a row's tokens and all query heads of one KV head, in one matmul. Only tiles of keys
-at the edges are masked: some query of the tile does not see them, or they begin before a window.
+A program computes one tile of a row's tokens for one KV head. Its query heads are rows of the same two matmuls, QK and
+PV. It loops over tiles of keys, and masks only the first and last ones, for the window and for causality.
 """
 
 import functools

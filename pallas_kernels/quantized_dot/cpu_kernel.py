@@ -60,7 +60,7 @@ def quantise(job, unit, scratch):
 
 @njit(**NATIVE)
 def multiply_row(bits, to, x, inputs, sums, codes, scales, zeros, mins, groups, vectors_in_group):
-    """Multiply one row of x by one block of outputs."""
+    """Multiply one row of x by the weights of one block of outputs. Stores the results at `to`."""
     if bits == 8:
         integers.multiply_row_int8(to, x, inputs, x, sums, codes, 0, scales, zeros, mins, groups, vectors_in_group)
     else:

@@ -88,7 +88,7 @@ def _by_blocks(
 def dequantized_product(
     x: Float[Array, "rows in"], weight: QuantizedWeight, start: Int[Array, ""], size: int, dtype: Any
 ) -> Float[Array, "rows size"]:
-    """x times `size` outputs from `start`, dequantised to x's dtype. Sums are float32."""
+    """Multiply x by rows [start, start + size) of the weight matrix, dequantised to x's dtype. dtype: of the result."""
     numbers = weight.slice(start, size).numbers().astype(x.dtype)
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((1,), (1,)), ((), ()))

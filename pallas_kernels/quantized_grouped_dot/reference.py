@@ -1,4 +1,4 @@
-"""The specification of quantized_grouped_dot in plain jnp. It dequantises the matrix of every block."""
+"""The specification of quantized_grouped_dot in plain jnp. Dequantises all matrices."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

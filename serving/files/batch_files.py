@@ -133,7 +133,10 @@ def check_requests(path: pathlib.Path, *, url: str | None = None, most: int | No
 
 
 def _lines(path: pathlib.Path, *, most: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield numbers and bytes of non-blank lines. most: maximum of lines, of MAX_LINE bytes each; None: no limits."""
+    """Yield (number, bytes) of each line that is not blank. Raises BatchFileError.
+
+    most: maximum number of lines, blank ones included; a line then has at most MAX_LINE bytes. None: no limits.
+    """
     longest = -1 if most is None else MAX_LINE + 1
     try:
         with path.open("rb", buffering=2**20) as file:

@@ -11,6 +11,7 @@ from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from jpaged.errors import MAX_INTEGER, LogitsError, RequestError
@@ -88,7 +89,7 @@ class Progress:
         self.num_tokens = 0
 
     def usage(self) -> Usage:
-        """Count the tokens of all prompts, and of all answers so far."""
+        """Count the tokens of the prompts that have an output, and of all answers so far."""
         return _usage(self.last, self.num_tokens)
 
 
@@ -140,7 +141,7 @@ class StreamFields:
         if options is None:
             return cls()
         if not request.stream:
-            raise RequestError("stream_options", {}, "only goes with stream=true")
+            raise RequestError("stream_options", msgspec.to_builtins(options), "needs stream=true")
         return cls(
             total=bool(options.include_usage),
             continuous=bool(options.include_usage and options.continuous_usage_stats),  # as in vLLM

@@ -39,7 +39,7 @@ async def completion_prompts(
     if body.suffix:
         tokenizer = server.engine.get_tokenizer()
         if body.echo:
-            raise RequestError("echo", True, "does not work with suffix: the prompt is not the beginning of the text")
+            raise RequestError("echo", True, "does not go with suffix: it would repeat suffix and marker tokens")
         prompts = [fill_in_prompt(tokenizer, prompt, body.suffix) for prompt in prompts]
     if body.add_special_tokens is False:
         limit = TokenLimit.of_prompt(server.engine.max_model_len, params)

@@ -27,8 +27,8 @@ class Startup:
     """Start an engine in a new process, generate one token, and print the phases of the start.
 
     The first start is cold: the compilation cache is empty, except for machine code of native kernels. Later starts are
-    warm. Phases may overlap, and each counts the CPU seconds of all threads. Tracing, lowering, compiling and reading
-    are summed over all programs and threads, without child processes, until all programs exist.
+    warm. Phases may overlap, and each counts the CPU seconds of all threads. The times to trace, lower, compile and
+    read programs are sums over all threads, until all programs exist. They do not include child processes.
 
     Example: jpaged bench startup demo
     """

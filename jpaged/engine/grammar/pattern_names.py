@@ -163,7 +163,7 @@ def _item(item: Any, budget: Budget) -> list[str] | None:
 
 
 def _repeated(lowest: int, highest: int, items: Iterable[Any], budget: Budget) -> list[str] | None:
-    """All texts of items repeated `lowest` to `highest` times."""
+    """All texts that match `lowest` to `highest` repetitions of `items`. None if there are too many."""
     once = _texts(items, budget)
     if once is None:
         return None

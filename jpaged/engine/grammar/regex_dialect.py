@@ -16,7 +16,7 @@ _NARROW = {
     "W": r"[^\w\p{N}]",
     "S": r"[^\s\x1c-\x1f\x{feff}]",
 }
-# Characters that a class has in at least one dialect: used inside a negated class, so that its complement is narrow.
+# Characters that an escape matches in any dialect. For use inside [^...], which then matches what all dialects match.
 _WIDE = {
     "d": r"\d",
     "w": r"[\w\p{N}]",

@@ -91,12 +91,12 @@ def _json_grammar(schema: dict[str, Any], params: StructuredOutputsParams) -> st
 
 def _choice_grammar(choices: tuple[str, ...], limits: GrammarLimits, parameter: str) -> str:
     if len(choices) > limits.max_grammar_enum:
-        accepted = f"{len(choices):,} strings, at most {limits.max_grammar_enum:,} (max_grammar_enum)"
-        raise RequestError(parameter, choices[:3], accepted)
+        accepted = f"must have at most {limits.max_grammar_enum:,} strings (max_grammar_enum)"
+        raise RequestError(parameter, len(choices), accepted)
     size = sum(len(choice.encode()) for choice in choices)
     if size > limits.max_grammar_bytes:
-        accepted = f"{size:,} bytes, at most {limits.max_grammar_bytes:,} (max_grammar_bytes)"
-        raise RequestError(parameter, choices[:3], accepted)
+        accepted = f"must have at most {limits.max_grammar_bytes:,} bytes (max_grammar_bytes)"
+        raise RequestError(parameter, size, accepted)
     # One expression, because 10,000 alternatives of a rule exceed the row size of llguidance's parser.
     return LLMatcher.grammar_from_regex("|".join(f"(?:{literal(choice)})" for choice in dict.fromkeys(choices)))
 

@@ -106,7 +106,7 @@ class PromptScheduler:
                 break
 
     def _start_short_prompts_after(self, head: Request, long: list[Request], selection: StepSelection) -> None:
-        """Start short prompts that wait after a long one, if they take neither its row nor its blocks."""
+        """Start short prompts after the head, which cannot start yet. A row and the head's blocks stay free."""
         reserved = self._manager.max_blocks(len(head.token_ids))
         for request in self._waiting.after_head(MAX_LOOKAHEAD):
             if len(self._running.free_rows) < 2 or selection.budget == 0:

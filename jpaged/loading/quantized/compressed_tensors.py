@@ -1,16 +1,18 @@
 """compressed-tensors: matrices of integers, of fp8 and of fp4. They stay [out, in].
 
-pack-quantized:       weight_packed I32[out, in * bits / 32], a stream of bits along each row, of the signed codes plus
-                      2^(bits - 1). weight_scale [out, groups]. weight_zero_point I32[out * bits / 32, groups], a stream
-                      down each column, if not symmetric. weight_shape I64[2]. weight_g_idx I32[in] with actorder.
-int-quantized:        weight I8[out, in], weight_scale, and weight_zero_point I8 of the same shape if not symmetric.
+pack-quantized:       weight_packed I32[out, in * bits / 32]: each row is a stream of codes + 2^(bits - 1).
+                      weight_scale [out, groups]. weight_shape I64[2]. weight_g_idx I32[in] with actorder. Not
+                      symmetric: weight_zero_point I32[out * bits / 32, groups], a stream down each column, or
+                      I8[out, groups].
+int-quantized:        weight I8[out, in], weight_scale. Not symmetric: weight_zero_point I8, shaped like weight_scale.
 float-quantized:      weight F8_E4M3[out, in], weight_scale.
 nvfp4-pack-quantized: weight_packed U8[out, in / 2], weight_scale F8_E4M3[out, in / 16], weight_global_scale F32[1].
 mxfp4-pack-quantized: weight_packed U8[out, in / 2], weight_scale U8[out, in / 32].
 
 weight = (code - zero) * scale. In NVFP4, scale = weight_scale / weight_global_scale.
-In memory, codes of up to 4 bits have 4 bits, and longer codes have 8. Activations are not rounded to fp8 or fp4, even
-if the config says so, which is more exact. Source: compressed-tensors 0.20, compressors/ and quantization/.
+In memory, pack-quantized codes of up to 4 bits and fp4 codes take 4 bits. All other codes take 8. Activations are not
+rounded to fp8 or fp4, even if the config says so: this is more exact. Source: compressed-tensors 0.20, compressors/ and
+quantization/.
 """
 
 import dataclasses

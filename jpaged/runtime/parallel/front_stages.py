@@ -107,7 +107,7 @@ class FrontStages:
             stage.release(weights=weights)
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
-        """Allocate again what `release` freed."""
+        """Undo `release`. weights: copy the weights back from the host. kv_cache: allocate new states."""
         for stage in self._stages:
             stage.restore(weights=weights, kv_cache=kv_cache)
 
