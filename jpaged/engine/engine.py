@@ -143,7 +143,7 @@ class Engine:
         shares = self.options.enable_prefix_caching and self.runner.prefix_cacheable(prompt_len)
         for request in request_group.requests:
             request.admit(seed=seed, arrival=self._num_arrived + request.index)
-            self._manager.admit(request, salt=request_group.cache_salt, shares=shares)
+            self._manager.names.admit(request, salt=request_group.cache_salt, shares=shares)
         self._num_arrived += len(request_group.requests)
         self._outputs.add(request_group)
 
@@ -257,8 +257,8 @@ class Engine:
         request, found = request_group.first, []
         if self.runner.prefix_cacheable(len(request_group.prompt_token_ids)):
             if not request.kv.prefix_root:
-                self._manager.admit(request, salt=request_group.cache_salt)
-            found = self._manager.named_prefix(request)
+                self._manager.names.admit(request, salt=request_group.cache_salt)
+            found = self._manager.prefixes.named(request)
         blocks = self.runner.read_blocks([block for _, block in found])
         return KVHandover(self.runner.kv_layout, tuple(name for name, _ in found), tuple(blocks))
 
@@ -279,7 +279,7 @@ class Engine:
             if found != wanted:
                 raise RequestError("data", found, f"has blocks with other arrays than this engine: {wanted}")
         contents = dict(zip(handover.names, handover.blocks, strict=True))
-        names, blocks = self._manager.adopt(list(contents))
+        names, blocks = self._manager.names.adopt(list(contents))
         moves = self._manager.pool.take_moves()
         try:
             self.runner.write_blocks(moves, blocks, [contents[name] for name in names])
@@ -366,7 +366,7 @@ class Engine:
 
     def note_new_weights(self) -> None:
         """Clear the prefix cache. Running requests keep their KV of the old weights, and no new request shares it."""
-        self._manager.note_new_weights(self._outputs.live_requests())
+        self._manager.names.note_new_weights(self._outputs.live_requests())
 
     def start_over(self) -> None:
         """End all requests without an output, and forget all cached KV. Queues and pool are empty afterwards.

@@ -8,7 +8,7 @@ Each record has one writer:
 
 | Record | Contents | Later written by |
 |---|---|---|
-| `Request.kv` | block tables, block names | `KVCacheManager` |
+| `Request.kv` | block tables, block names | `KVCacheManager`, `BlockNamer` |
 | `Request.schedule` | status, row, progress | `Scheduler` and its parts |
 | `Request.output` | text, log-probabilities, stop reason | the output processor, the strategies |
 

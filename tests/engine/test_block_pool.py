@@ -34,13 +34,13 @@ def make_request(token_ids: list[int], root: bytes = ROOT) -> Request:
 
 def start(manager: KVCacheManager, request: Request, prefix: Prefix | None = None) -> None:
     """Start a request as the scheduler does."""
-    request.schedule.num_computed = manager.start(request, manager.no_prefix if prefix is None else prefix)
+    request.schedule.num_computed = manager.start(request, manager.prefixes.no_prefix if prefix is None else prefix)
 
 
 def advance(manager: KVCacheManager, request: Request, count: int) -> None:
     """Count tokens as computed, as the scheduler does."""
     request.schedule.num_computed += count
-    manager.num_empty -= count
+    manager.note_computed(count)
 
 
 class TestPool:
@@ -143,7 +143,7 @@ def test_the_kv_group_is_part_of_a_name():
     start(manager, first)
     manager.grow(first, 9)
     advance(manager, first, 9)
-    manager.index_computed(first)
+    manager.names.index_computed(first)
     prefix = manager.find_prefix(make_request(list(range(12))))
     assert prefix.tails == tuple(table.blocks[:2] for table in first.kv.block_tables)
     assert not set(prefix.tails[0]) & set(prefix.tails[1])
@@ -178,7 +178,7 @@ def test_a_prefix_ends_where_the_blocks_of_its_window_were_reused():
     start(manager, first)
     manager.grow(first, 41)
     advance(manager, first, 41 - first.schedule.num_computed)
-    manager.index_computed(first)
+    manager.names.index_computed(first)
     again = make_request(list(range(41)))
     assert manager.find_prefix(again).num_blocks == 10
     forget = manager.pool._forget  # as if the blocks were reused
@@ -270,7 +270,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 beginning = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE])
                 self.content[model[index]] = (group, request.kv.prefix_root, beginning)
         advance(self.manager, request, count)
-        self.manager.index_computed(request)
+        self.manager.names.index_computed(request)
         if request.schedule.num_computed >= request.kv.release_at:
             self.manager.release_before_windows(request)
         for window, table, model in zip(self.windows, request.kv.block_tables, self.tables[request], strict=True):
@@ -302,7 +302,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def fork(self, request: Request) -> Request:
         other = make_request(list(request.token_ids), request.kv.prefix_root)
         if request in self.tables:
-            self.manager.inherit_names(other, request)
+            self.manager.names.inherit(other, request)
             self.manager.fork(request, other)
             other.schedule.num_computed = request.schedule.num_computed
             self.tables[other] = [dict(table) for table in self.tables[request]]

@@ -12,7 +12,7 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from jpaged.engine import engine
-from jpaged.engine.kv_cache import kv_cache_manager
+from jpaged.engine.kv_cache import block_namer
 from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, prefix_root
 from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -171,7 +171,7 @@ def new_weights_that_leave_the_roots_as_they_are(patch):
 def a_salt_ignored(patch):
     """Requests with different salts share blocks."""
     patch.setattr(
-        kv_cache_manager, "prefix_root", lambda *, weight_version, salt: prefix_root(weight_version=weight_version)
+        block_namer, "prefix_root", lambda *, weight_version, salt: prefix_root(weight_version=weight_version)
     )
 
 

@@ -1,4 +1,4 @@
-"""A request's block tables, and the names of its full blocks. `KVCacheManager` is their only writer."""
+"""A request's block tables, and the names of its full blocks. `KVCacheManager` and `BlockNamer` write them."""
 
 import dataclasses
 import hashlib

@@ -1,7 +1,7 @@
-"""Block tables of requests: find a prefix, fork, grow with the tokens, name full blocks, free.
+"""Block tables of requests: find a prefix, fork, grow with the tokens, free.
 
-Called by: the scheduler and its parts; `Engine` for handover and reset. Other threads only read counts.
-Owns: `Request.kv`, the block tables and the names of full blocks.
+Called by: the scheduler and its parts; `Engine` for reset. Other threads only read counts.
+Owns: the block tables in `Request.kv`; `BlockNamer` has the names.
 Never: copies KV. It records moves, which the next plan takes to the device.
 
 A request has one block table per kv_group (`jpaged.kv_groups`). All block tables draw from one pool. They grow
@@ -14,9 +14,10 @@ to that block gets a copy of its own (copy on write). The last request that hold
 The scheduler writes `Request.schedule.num_computed`, which this class reads.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, prefix_root
+from jpaged.engine.kv_cache.block_namer import BlockNamer
+from jpaged.engine.kv_cache.block_pool import BlockPool
 from jpaged.engine.kv_cache.block_table import FREED, NEVER, BlockTable
 from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_integrity import check_block_tables
@@ -56,109 +57,29 @@ class KVCacheManager:
         self.num_held = 0    # blocks in all block tables; a shared block counts once per table
         self.num_empty = 0   # slots of all block tables without a computed token
         self._sliding = SlidingWindows(self.windows, block_size)
-        self._prefixes = PrefixFinder(self.pool, self._sliding, transfer_costs)
+        self.names = BlockNamer(self.pool, block_size)
+        self.prefixes = PrefixFinder(self.pool, self._sliding, transfer_costs)
         self._max_chunk = max_chunk
-        self._weight_version = 0
 
     @property
     def num_kv_groups(self) -> int:
         """Block tables per request."""
         return len(self.windows)
 
-    @property
-    def no_prefix(self) -> Prefix:
-        """The empty prefix."""
-        return self._prefixes.no_prefix
-
     def max_blocks(self, num_tokens: int) -> int:
         """Largest number of blocks, in all kv_groups, that a request holds while it grows to `num_tokens` tokens."""
         return max_blocks(self.windows, num_tokens, chunk=self._max_chunk, block_size=self.block_size)
 
-    # -- names --------------------------------------------------------------------------------------------------
-
-    def admit(self, request: Request, *, salt: str = "", shares: bool = True) -> None:
-        """Set the root of a new request's block names. shares: other requests may use its blocks."""
-        request.kv.prefix_root = prefix_root(weight_version=self._weight_version, salt=salt)
-        if not shares:
-            request.kv.make_private(request.arrival.to_bytes(8, "little"))
-
-    def switch_to_long_rope(self, request: Request) -> None:
-        """Make a request that holds no blocks recompute all its KV with the rope of long sequences."""
-        request.kv.switch_to_long_rope(len(request.token_ids))
-
-    def inherit_names(self, request: Request, parent: Request) -> None:
-        """Let a request find the blocks that its parent computed for their common prompt."""
-        request.kv.inherit_names(parent.kv)
-
-    def note_new_weights(self, requests: Iterable[Request]) -> None:
-        """Forget all cached KV. Blocks of `requests`, which may continue with their old KV, are never shared."""
-        self._weight_version += 1
-        self.pool.forget_all()
-        for request in requests:
-            request.kv.make_private(f"{request.arrival} {self._weight_version}".encode())
-            if request.kv.block_tables:
-                # All KV that the request computes from now on depends on the old weights, until its blocks are freed.
-                # Without this line, a request with windows would find its own last blocks, without the first ones.
-                request.kv.num_indexed_blocks = NEVER
-
-    def index_computed(self, request: Request, num_computed: int | None = None) -> None:
-        """Add the request's new full blocks of computed, known tokens to the prefix index.
-
-        num_computed: tokens computed after the planned step; None: `request.schedule.num_computed`. Counting a planned
-        step is safe, because in every layer all rows write their keys and values before any row attends. Another
-        request can share such a block in the step that computes it.
-        """
-        kv = request.kv
-        computed = request.schedule.num_computed if num_computed is None else num_computed
-        full = min(computed, len(request.token_ids)) // self.block_size
-        first = kv.num_indexed_blocks
-        if full <= first:
-            return
-        names = kv.names(request.token_ids, full, self.block_size)
-        for kv_group, table in enumerate(kv.block_tables):
-            begin = max(first, table.first_held)  # blocks before this were freed before their tokens were known
-            new = names[begin:full]
-            if kv_group > 0:
-                new = [name._replace(kv_group=kv_group) for name in new]
-            self.pool.put_names(table.blocks[begin:full], new, kv_group)
-        kv.num_indexed_blocks = full
+    @property
+    def waste(self) -> float:
+        """Share of the slots of all block tables without a computed token."""
+        return self.num_empty * len(self.windows) / (self.num_held * self.block_size) if self.num_held else 0.0
 
     # -- start and end ------------------------------------------------------------------------------------------
 
     def find_prefix(self, request: Request) -> Prefix:
         """The longest cached prefix of the request's known tokens; see `PrefixFinder.find`."""
-        return self._prefixes.find(request)
-
-    def named_prefix(self, request: Request) -> list[tuple[BlockName, int]]:
-        """Names and blocks of the request's longest prefix on the device, one kv_group after another."""
-        prefix = self._prefixes.find_on_device(request)
-        return [
-            (self._tail_name(request, prefix, kv_group, index), block)
-            for kv_group, tail in enumerate(prefix.tails)
-            for index, block in enumerate(tail)
-        ]
-
-    def adopt(self, names: Sequence[BlockName]) -> tuple[list[BlockName], list[int]]:
-        """Allocate free blocks for content from another engine, and add them to the prefix index as free blocks.
-
-        The caller writes the content before the next step. Returns the first new names that fit, and their blocks.
-        """
-        pool = self.pool
-        known = {name: block for name in names if (block := pool.find(name)) is not None}
-        pool.share(known.values())  # so that they are not allocated
-        new = [name for name in names if name not in known][: pool.num_free]
-        blocks = pool.allocate(len(new))
-        for name, block in zip(new, blocks, strict=True):
-            pool.put_name(block, name)
-        pool.free([*known.values(), *blocks])
-        return new, blocks
-
-    def may_share(self, request: Request, other: Request, num_tokens: int) -> bool:
-        """Whether `request` and `other` may share the KV of their first `num_tokens` tokens, which are whole blocks."""
-        if request.skips_prefix_cache or num_tokens > min(len(request.token_ids), len(other.token_ids)):
-            return False
-        index = num_tokens // self.block_size - 1
-        return len({each.kv.name(each.token_ids, index, 0, self.block_size) for each in (request, other)}) == 1
+        return self.prefixes.find(request)
 
     def can_start(self, prefix: Prefix, num_tokens: int, headroom: int = 0) -> bool:
         """Whether a request of `num_tokens` tokens fits into the free blocks, and leaves `headroom` of them free."""
@@ -192,14 +113,9 @@ class KVCacheManager:
             for index, block in enumerate(tail)
             if block == ON_HOST
         ]
-        names = [self._tail_name(request, prefix, *each) for each in missing]
+        names = [self.prefixes.tail_name(request, prefix, *each) for each in missing]
         for (kv_group, index), block in zip(missing, self.pool.fetch(names), strict=True):
             prefix.tails[kv_group][index] = block
-
-    def _tail_name(self, request: Request, prefix: Prefix, kv_group: int, index: int) -> BlockName:
-        """Name of the block `prefix.tails[kv_group][index]`."""
-        first = prefix.num_blocks - len(prefix.tails[kv_group])
-        return request.kv.name(request.token_ids, first + index, kv_group, self.block_size)
 
     def fork(self, request: Request, other: Request) -> None:
         """Share all blocks of a request with another one that has the same tokens."""
@@ -297,13 +213,17 @@ class KVCacheManager:
         self.num_empty += missing * self.block_size
         return blocks
 
+    def note_computed(self, num_tokens: int) -> None:
+        """Count tokens as computed. The scheduler adds them to `num_computed` of their requests."""
+        self.num_empty -= num_tokens
+
     def release_before_windows(self, request: Request) -> None:
         """Free the blocks that no later token sees. The caller does this once `release_at` tokens are computed.
 
         The planned step still reads these blocks. Freeing them now is safe, because the device runs steps in order. A
         new owner writes in a later step. A request that finds such a block by name runs after the step that fills it.
         """
-        self.index_computed(request)
+        self.names.index_computed(request)
         kv, runs = request.kv, []
         for kv_group, window in self._sliding.windowed.items():
             table = kv.block_tables[kv_group]

@@ -61,6 +61,20 @@ class PrefixFinder:
         """The longest prefix of the request's known tokens whose KV is on the device, as `find`."""
         return self._find(request, self._pool.find)
 
+    def named(self, request: Request) -> list[tuple[BlockName, int]]:
+        """Names and blocks of the request's longest prefix on the device, one kv_group after another."""
+        prefix = self.find_on_device(request)
+        return [
+            (self.tail_name(request, prefix, kv_group, index), block)
+            for kv_group, tail in enumerate(prefix.tails)
+            for index, block in enumerate(tail)
+        ]
+
+    def tail_name(self, request: Request, prefix: Prefix, kv_group: int, index: int) -> BlockName:
+        """Name of the block `prefix.tails[kv_group][index]`."""
+        first = prefix.num_blocks - len(prefix.tails[kv_group])
+        return self._name(request, first + index, kv_group)
+
     def _find_in_both_tiers(self, name: BlockName) -> int | None:
         block = self._pool.find(name)
         return ON_HOST if block is None and self._pool.find_on_host(name) else block

@@ -133,7 +133,6 @@ class EngineMetrics:
     ) -> EngineMetricsSnapshot:  # fmt: skip
         """All metrics now. asleep: as in `EngineMetricsSnapshot`."""
         manager, events = scheduler.manager, scheduler.counters
-        allocated = manager.num_held * manager.block_size
         longest = -(-runner.max_model_len // manager.block_size) * manager.block_size
         return EngineMetricsSnapshot(
             stats=collect_stats(scheduler, runner, counters),
@@ -144,7 +143,7 @@ class EngineMetrics:
             phases=dataclasses.replace(self._phases),
             programs=runner.program_metrics(),
             sharing=manager.pool.sharing(),
-            kv_waste=manager.num_empty * manager.num_kv_groups / allocated if allocated else 0.0,
+            kv_waste=manager.waste,
             corrupted_requests=counters.corrupted_requests,
             rejected_requests=events.rejected_requests,
             rejected_tokens=events.rejected_tokens,

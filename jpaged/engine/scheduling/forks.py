@@ -20,7 +20,7 @@ class Forks:
         If the parent has no blocks, or no row is free, the fork waits like a preempted request.
         """
         schedule = fork.schedule
-        self._manager.inherit_names(fork, parent)
+        self._manager.names.inherit(fork, parent)
         schedule.num_cached_tokens = parent.schedule.num_cached_tokens
         schedule.num_computed = schedule.num_lost = 0
         if parent.schedule.status is RequestStatus.RUNNING and self._running.free_rows:
@@ -42,7 +42,7 @@ class Forks:
         # A waiting request that comes before the follower gets the row and the blocks first.
         passes = bool(self._waiting) and self._waiting.head().schedule.rank < follower.schedule.rank
         if passes or not self._running.free_rows or self._manager.pool.num_free < headroom:
-            self._manager.inherit_names(follower, parent)
+            self._manager.names.inherit(follower, parent)
             self._waiting.add(follower)
             return False
         self.fork(parent, follower)

@@ -83,7 +83,7 @@ class PlanBuilder:
         """Build the plan of a selection."""
         requests, count = selection.decodes, len(selection.decodes)
         rows = [request.schedule.row for request in requests]
-        self._manager.num_empty -= count
+        self._manager.note_computed(count)
         for request in selection.boundary_decodes:
             self._decodes.update_boundary(request)
         sampler = self._running.sampler_for(requests)
@@ -92,7 +92,8 @@ class PlanBuilder:
             rows += prompts.rows
             requests = requests + prompts.requests
             sampler = max(sampler, prompts.sampler)
-        self._count_step()
+        self._counters.steps += 1
+        self._counters.waste_sum += self._manager.waste
         masks, waits_for_masks = (), False
         if sampler is SamplerVariant.FULL:
             masks, waits_for_masks = self._masks(requests, count, prompts.samples)
@@ -115,6 +116,7 @@ class PlanBuilder:
 
     def _prompt_rows(self, selection: StepSelection) -> _PromptRows:
         rows = _PromptRows(len(selection.decodes))
+        self._manager.note_computed(sum(selection.chunks.values()))
         for request, num_tokens in selection.chunks.items():
             self._add_chunk(rows, request, num_tokens)
         for parent in rows.parents:
@@ -137,8 +139,7 @@ class PlanBuilder:
                 rows.parents.append(request)
         rows.add(request, num_tokens, samples=samples)
         schedule.num_computed = end
-        self._manager.num_empty -= num_tokens
-        self._manager.index_computed(request)
+        self._manager.names.index_computed(request)
         self._decodes.update_boundary(request)
 
     def _add_forks(self, rows: _PromptRows, parent: Request) -> None:
@@ -181,12 +182,6 @@ class PlanBuilder:
             counters.blocks_to_host += kind == BlockMove.TO_HOST
             counters.blocks_to_device += kind == BlockMove.TO_DEVICE
         return _lines(moves, _NO_MOVES)
-
-    def _count_step(self) -> None:
-        manager, counters = self._manager, self._counters
-        allocated = manager.num_held * manager.block_size
-        counters.steps += 1
-        counters.waste_sum += manager.num_empty * manager.num_kv_groups / allocated if allocated else 0
 
 
 def row_init(request: Request, vocab_size: int) -> RowInit:

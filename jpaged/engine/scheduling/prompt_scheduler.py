@@ -72,7 +72,7 @@ class PromptScheduler:
         # Only now: no later code in this step preempts these requests, so the named blocks will be computed.
         for request in prompts:
             if request in selection.chunks:
-                self._manager.index_computed(request, selection.end(request))
+                self._manager.names.index_computed(request, selection.end(request))
 
     def _use_up_budget(self, long: list[Request], selection: StepSelection) -> None:
         """Give the rest of the token budget to the long prompts."""
@@ -126,7 +126,7 @@ class PromptScheduler:
         return any(
             other.schedule.status is RequestStatus.RUNNING
             and selection.end(other) < next_end
-            and self._manager.may_share(request, other, next_end)
+            and self._manager.names.may_share(request, other, next_end)
             for other in long
         )
 
@@ -143,7 +143,7 @@ class PromptScheduler:
         if schedule.num_in_flight:
             return None  # preempted while tokens were in flight: it needs them to start
         if self._limits.must_switch_rope(request, len(request.token_ids)):
-            manager.switch_to_long_rope(request)
+            manager.names.switch_to_long_rope(request)
         if not self._running.requests:
             return manager.find_prefix(request)
         promised = sum(
@@ -182,7 +182,7 @@ class PromptScheduler:
         self._running.enter(request)
         selection.prompts.append(request)
         self._add_chunk(request, count, selection)
-        self._manager.index_computed(request, selection.end(request))
+        self._manager.names.index_computed(request, selection.end(request))
 
     def _add_chunk(self, request: Request, count: int, selection: StepSelection) -> None:
         """Add up to `count` more known tokens of a request, limited by the blocks that it can get."""

@@ -37,7 +37,7 @@ class RunningRequests:
         """Free a request's row and blocks. Its full blocks can be found by name until they are allocated again."""
         schedule = request.schedule
         self.stop_decoding(request)
-        self._manager.index_computed(request)
+        self._manager.names.index_computed(request)
         self._manager.release(request)
         del self.requests[bisect_left(self.requests, schedule.rank, key=_rank)]
         self.free_rows.append(schedule.row)

@@ -93,7 +93,7 @@ class Scheduler:
         request.schedule.followers = list(followers)
         switch_len = self.limits.longrope_switch_len
         if switch_len is not None and request.prompt_len > switch_len:
-            self.manager.switch_to_long_rope(request)
+            self.manager.names.switch_to_long_rope(request)
         self.waiting.add(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
