@@ -43,7 +43,7 @@ from jpaged.frontend.build import BuiltEngine
 from jpaged.metrics import TOKEN_BOUNDS, Histogram, ProgramMetrics
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
-from jpaged.runtime import runner as runner_module
+from jpaged.runtime import stage_runner
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step import forward as step
 from jpaged.runtime.step import output_programs
@@ -60,10 +60,10 @@ DELTAS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, output_
 # Parts of a step: (name, object that has the function, attribute).
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("schedule", Scheduler, "schedule"),
-    ("changes of block tables", runner_module, "upload_long_rows"),
-    ("pack the plan", runner_module, "pack"),
-    ("call of the forward program", runner_module, "run_forward"),
-    ("call of the sampling program", ModelRunner, "_run_output"),
+    ("changes of block tables", stage_runner, "upload_long_rows"),
+    ("pack the plan", stage_runner, "pack"),
+    ("call of the forward program", stage_runner, "run_forward"),
+    ("call of the sampling program", stage_runner.LastStageRunner, "_run_output"),
     ("collect the tokens", ModelRunner, "collect"),
     ("text, stops, outputs", OutputProcessor, "process"),
 )

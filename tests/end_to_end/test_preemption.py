@@ -73,7 +73,7 @@ def test_fetched_kv_gives_the_same_answers(runner, work):
     memory_kinds = set()
 
     def look(engine):
-        held = jax.tree.leaves(list(runner._mover._host.values()))
+        held = jax.tree.leaves(list(runner._last.mover._host.values()))
         memory_kinds.update(array.sharding.memory_kind for array in held)
 
     lost = {}

@@ -127,7 +127,7 @@ def test_a_pool_that_is_only_large_enough_with_freed_window_blocks(windowed, cac
         while engine.has_work:
             done |= {output.request_id: output for output in engine.step() if output.finished}
             free = [pool.ref_count(block) == 0 and pool.name(block) is None for block in range(pool.num_blocks)]
-            runner._state = runner.state.with_pages(_poisoned(runner.state.pages, np.array(free)))
+            runner._last.state = runner.state.with_pages(_poisoned(runner.state.pages, np.array(free)))
             engine.check_integrity()
         assert answers([done[str(i)] for i in range(len(prompts))]) == roomy
         stats = small.stats()

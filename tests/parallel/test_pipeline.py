@@ -37,7 +37,7 @@ def test_each_request_alone_has_the_bits_of_the_batch(two):
 
 def front_stage(llm):
     """The first of two stages."""
-    (stage,) = llm.engine.runner._front._stages
+    (stage,) = llm.engine.runner._front.stages
     return stage
 
 

@@ -12,8 +12,8 @@ import pytest
 from jpaged.engine.step_plan import RowInit, SamplerVariant, StepPlan
 from jpaged.errors import EngineError, ModelLoadError
 from jpaged.models.spec import Rope
-from jpaged.runtime import runner as runner_module
 from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step import result as result_module
 from jpaged.runtime.step.batch import ForwardShape, block_updates
 from jpaged.runtime.step.output_programs import SampleShape
 from jpaged.runtime.store import cache as compile_cache
@@ -314,7 +314,7 @@ def test_a_step_uploads_one_array_and_downloads_one(runner, monkeypatch, variant
 
     monkeypatch.setattr(runner.programs, "forwards", [counted(each) for each in runner.programs.forwards])
     monkeypatch.setattr(runner.programs, "samplers", [counted(each) for each in runner.programs.samplers])
-    monkeypatch.setattr(runner_module, "np", types.SimpleNamespace(**vars(np) | {"asarray": as_array}))
+    monkeypatch.setattr(result_module, "np", types.SimpleNamespace(**vars(np) | {"asarray": as_array}))
     monkeypatch.setattr(runner, "_start_download", downloads.append)
     sampling = {"temperature": 1.0, "logprobs": variant is SamplerVariant.FULL}
     for step in (

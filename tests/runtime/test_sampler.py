@@ -113,19 +113,20 @@ def test_draws_follow_the_distribution(options):
     assert deviation.max() < 5
 
 
-@functools.cache
-def drawn(rows_per_search):
-    return jax.jit(functools.partial(sampler._draw, typical=True, rows_per_search=rows_per_search))
+@jax.jit
+def drawn(logits, rows):
+    limits = sampler._Limits.of(rows, jnp.ones(len(rows), bool), typical=True)
+    return sampler._draw(logits, jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows)), limits)
 
 
 def kept_by(x, **sampling):
     """Ids that the sampler keeps in each row of x, whose largest is 0. The same for any number of rows in a search."""
     found, ones = [], jnp.ones(len(x))
-    logits = sampler._Logits(jnp.asarray(x), 0 * ones, ones, vocab_search.block_maxima(jnp.asarray(x), 64))
-    for rows_per_search in (1, 64):
-        rows = fields(*[sampling] * len(x))
-        args = (logits, jnp.zeros(len(x), jnp.int32), rows, jnp.zeros(len(x)), jnp.ones(len(x), bool))
-        kept = drawn(rows_per_search)(*args)[1]
+    logits = sampler._Logits(
+        jnp.asarray(x), 0 * ones, ones, vocab_search.block_maxima(jnp.asarray(x), 64), fixed=False, part=1
+    )
+    for part in (1, len(x)):
+        kept = drawn(logits.replace(part=part), fields(*[sampling] * len(x)))[1]
         found.append(np.asarray(kept.holds(jnp.asarray(x))) & np.isfinite(x))
     np.testing.assert_array_equal(*found)
     return found[0]

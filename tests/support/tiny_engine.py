@@ -123,7 +123,7 @@ def poison(engine):
                 computed = request.schedule.num_computed - index * BLOCK_SIZE
                 written[block] = max(written[block], min(computed, BLOCK_SIZE))
     unwritten = np.arange(BLOCK_SIZE) >= written[:, None]
-    runner._state = runner.state.with_pages(_poisoned(runner.state.pages, unwritten))
+    runner._last.state = runner.state.with_pages(_poisoned(runner.state.pages, unwritten))
 
 
 @jax.jit

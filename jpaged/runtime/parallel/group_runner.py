@@ -13,7 +13,8 @@ from typing import Any
 from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
 from jpaged.errors import EngineError
 from jpaged.runtime.parallel.process_group import ProcessGroup
-from jpaged.runtime.runner import ModelRunner, StepHandle
+from jpaged.runtime.runner import ModelRunner
+from jpaged.runtime.step.result import StepHandle
 
 logger = logging.getLogger(__name__)
 

@@ -144,14 +144,12 @@ def sample_tokens(
     is_random = temperature > GREEDY_BELOW
     # The inverse of a huge temperature must not become 0: 0 * -inf is NaN.
     inverse = jnp.where(is_random, jnp.maximum(1 / temperature, jnp.finfo(jnp.float32).tiny), 1.0)
-    row_logits = _Logits(work, peak, inverse, maxima, options.fixed_sums)
     rows = len(greedy)
+    row_logits = _Logits(work, peak, inverse, maxima, options.fixed_sums, min(options.rows_per_search, rows))
 
     def draw() -> tuple[Int[Array, " rows"], _Kept]:
-        return _draw(
-            row_logits, greedy, fields, _uniforms(fields, positions), is_random,
-            typical=variant is SamplerVariant.FULL, rows_per_search=options.rows_per_search,
-        )  # fmt: skip
+        uniforms, typical = _uniforms(fields, positions), variant is SamplerVariant.FULL
+        return _draw(row_logits, greedy, uniforms, _Limits.of(fields, is_random, typical=typical))
 
     everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
     token_ids, kept = lax.cond(jnp.any(is_random), draw, lambda: (greedy, everything))
@@ -302,7 +300,8 @@ class _Logits:
     peak: Leaf     # float32[rows]  largest logit of each row
     inverse: Leaf  # float32[rows]  1 / temperature
     maxima: Leaf   # float32[rows, blocks]  largest logit of each block: `block_maxima(work, CANDIDATE_BLOCK)`
-    fixed: bool = flax.struct.field(pytree_node=False, default=False)  # `SamplerOptions.fixed_sums`
+    fixed: bool = flax.struct.field(pytree_node=False)  # `SamplerOptions.fixed_sums`
+    part: int = flax.struct.field(pytree_node=False)    # rows searched at once over the whole vocabulary
 
     def less_peak(self, of: Float[Array, "rows n"] | None = None) -> Float[Array, "rows n"]:
         """Log-weights, <= 0: (logits - the row's largest) / temperature. of: some of the logits; None: all.
@@ -327,75 +326,133 @@ class _Kept:
         return (x >= self.threshold[:, None]) & near
 
 
-def _draw(
-    logits: _Logits,
-    greedy: Int[Array, " rows"],
-    fields: Int[Array, "rows num_fields"],
-    uniforms: Float[Array, " rows"],
-    is_random: Bool[Array, " rows"],
-    *,
-    typical: bool,
-    rows_per_search: int,
-) -> tuple[Int[Array, " rows"], _Kept]:
-    """One token for each row, and the ids from which it was drawn."""
-    rows, vocab = logits.work.shape
-    search_rows = functools.partial(_search_rows, part=min(rows_per_search, rows))
-    # p >= min_p * p_max, in logarithms; log(0) = -inf keeps everything
-    floor = jnp.log(_float(fields[:, Field.MIN_P]))
-    top_k, top_p = fields[:, Field.TOP_K], _float(fields[:, Field.TOP_P])
-    typical_p = _float(fields[:, Field.TYPICAL_P]) if typical else jnp.ones(rows)
-    cut = top_p < 1
-    limited = is_random & ((top_k > 0) | cut | (floor > -jnp.inf) | (typical_p < 1))
-    count = min(CANDIDATES, vocab)
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """Limits of rows on the ids that may be drawn. The functions below apply them, one after another."""
 
-    def candidates() -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
-        largest, ids = likeliest(logits.work, count, logits.maxima)
+    is_random: Bool[Array, " rows"]
+    floor: Float[Array, " rows"]  # min_p: the smallest `less_peak` that is kept; -inf keeps everything
+    top_k: Int[Array, " rows"]
+    top_p: Float[Array, " rows"]
+    typical_p: Float[Array, " rows"]
+    cut: Bool[Array, " rows"]      # top_p applies
+    limited: Bool[Array, " rows"]  # any of the four applies
+    typical: bool  # False: no row has a typical_p
+
+    @classmethod
+    def of(cls, fields: Int[Array, "rows num_fields"], is_random: Bool[Array, " rows"], *, typical: bool) -> "_Limits":
+        """The limits of rows of the request table."""
+        # p >= min_p * p_max, in logarithms
+        floor = jnp.log(_float(fields[:, Field.MIN_P]))
+        top_k, top_p = fields[:, Field.TOP_K], _float(fields[:, Field.TOP_P])
+        typical_p = _float(fields[:, Field.TYPICAL_P]) if typical else jnp.ones(len(fields))
+        cut = top_p < 1
+        limited = is_random & ((top_k > 0) | cut | (floor > -jnp.inf) | (typical_p < 1))
+        return cls(is_random, floor, top_k, top_p, typical_p, cut, limited, typical)
+
+
+def _draw(
+    logits: _Logits, greedy: Int[Array, " rows"], uniforms: Float[Array, " rows"], limits: _Limits
+) -> tuple[Int[Array, " rows"], _Kept]:
+    """One token for each row, and the ids from which it was drawn.
+
+    1. Find the most likely ids, and how many of them the limits keep. Nearly every row is then settled.
+    2. Search the whole vocabulary for the limits of the other rows.
+    3. Draw from the kept candidates, and in the other rows from the vocabulary.
+    """
+    rows = len(greedy)
+    values, ids = _candidates(logits, limits.limited)
+    threshold, settled = _threshold_of_candidates(logits, limits, values)
+    threshold = _threshold_of_all(logits, limits, threshold, settled)
+    found = _Kept(threshold, jnp.zeros(rows), jnp.full(rows, jnp.inf))
+    if limits.typical:
+        found = _near_typical(logits, limits, values, found, settled)
+    drawn = _draw_candidate(values, ids, found, uniforms)
+
+    def draw_of_all(x: Array, found: _Kept, uniforms: Array) -> Array:
+        return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms, fixed=logits.fixed)
+
+    drawn = _search_rows(limits.is_random & ~settled, draw_of_all, logits, (found, uniforms), drawn)
+    return jnp.where(limits.is_random, drawn, greedy), found
+
+
+def _candidates(
+    logits: _Logits, limited: Bool[Array, " rows"]
+) -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+    """`less_peak` of the most likely ids, and the ids. Zeros if no row is limited."""
+    rows, vocab = logits.work.shape
+    shape = rows, min(CANDIDATES, vocab)
+
+    def found() -> tuple[Float[Array, "rows count"], Int[Array, "rows count"]]:
+        largest, ids = likeliest(logits.work, shape[1], logits.maxima)
         return logits.less_peak(largest), ids
 
-    values, ids = lax.cond(
-        jnp.any(limited), candidates, lambda: (jnp.zeros((rows, count)), jnp.zeros((rows, count), jnp.int32))
-    )
-    last = values[:, -1]
-    whole = count == vocab
+    return lax.cond(jnp.any(limited), found, lambda: (jnp.zeros(shape), jnp.zeros(shape, jnp.int32)))
 
+
+def _threshold_of_candidates(
+    logits: _Logits, limits: _Limits, values: Float[Array, "rows count"]
+) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:
+    """The smallest value that min_p, top_k and top_p keep, and True for rows where it is exact."""
+    last = values[:, -1]
+    whole = values.shape[1] == logits.work.shape[1]
+    floor, top_k, top_p, cut = limits.floor, limits.top_k, limits.top_p, limits.cut
     # top_k: the k-th largest value, unless min_p keeps fewer than k values
     place = jnp.clip(top_k - 1, 0, values.shape[1] - 1)
     kth = jnp.take_along_axis(values, place[:, None], axis=1)[:, 0]
     threshold = jnp.where((top_k > 0) & (top_k <= values.shape[1]), jnp.maximum(kth, floor), floor)
-    settled = limited & ((threshold > last) | whole)
+    settled = limits.limited & ((threshold > last) | whole)
     # top_p: a share of the remaining mass. In rows that are already settled, the candidates have all of this mass.
     kept = values >= threshold[:, None]
     weights = jnp.where(kept, jnp.exp(values), 0.0)
-    needs_mass = is_random & cut & ~settled & (top_k == 0)
+    needs_mass = limits.is_random & cut & ~settled & (top_k == 0)
     mass = jnp.where(settled, row_sums(weights, fixed=logits.fixed), jnp.inf)
     mass = lax.cond(jnp.any(needs_mass), lambda: jnp.where(needs_mass, _mass(logits, floor), mass), lambda: mass)
     reached = jnp.cumsum(weights, axis=1) >= (top_p * mass)[:, None]
     edge = jnp.take_along_axis(values, jnp.argmax(reached, axis=1)[:, None], axis=1)[:, 0]
     cut_off = jnp.where(cut & reached[:, -1], jnp.maximum(edge, threshold), threshold)
-    settled = jnp.where(cut & ~settled, limited & reached[:, -1] & (cut_off > last), settled)
-    threshold = jnp.where(settled, cut_off, threshold)
+    settled = jnp.where(cut & ~settled, limits.limited & reached[:, -1] & (cut_off > last), settled)
+    return jnp.where(settled, cut_off, threshold), settled
 
-    counted = is_random & ~settled & (top_k > 0)
-    kth = search_rows(counted, _kth_of_all, (logits, top_k), threshold)
-    threshold = jnp.where(counted, jnp.maximum(kth, floor), threshold)
-    threshold = search_rows(is_random & ~settled & cut, _top_p_edge_of_all, (logits, threshold, top_p), threshold)
-    found = _Kept(threshold, jnp.zeros(rows), jnp.full(rows, jnp.inf))
-    if typical:
-        among = typical_range(values, values >= threshold[:, None], typical_p, fixed=logits.fixed)
-        found = found.replace(centre=among[0], reach=among[1])
-        centre, reach = search_rows(
-            is_random & ~settled & (typical_p < 1), _typical_range_of_all, (logits, threshold, typical_p), among
-        )
-        unneeded = typical_p >= 1
-        found = found.replace(centre=jnp.where(unneeded, 0.0, centre), reach=jnp.where(unneeded, jnp.inf, reach))
+
+def _threshold_of_all(
+    logits: _Logits, limits: _Limits, threshold: Float[Array, " rows"], settled: Bool[Array, " rows"]
+) -> Float[Array, " rows"]:
+    """The threshold, found in the whole vocabulary for rows that are not settled."""
+    counted = limits.is_random & ~settled & (limits.top_k > 0)
+    kth = _search_rows(counted, kth_largest, logits, (limits.top_k,), threshold)
+    threshold = jnp.where(counted, jnp.maximum(kth, limits.floor), threshold)
+    needed, search = limits.is_random & ~settled & limits.cut, functools.partial(top_p_edge, fixed=logits.fixed)
+    return _search_rows(needed, search, logits, (threshold, limits.top_p), threshold)
+
+
+def _near_typical(
+    logits: _Logits, limits: _Limits, values: Float[Array, "rows count"], found: _Kept, settled: Bool[Array, " rows"]
+) -> _Kept:
+    """`found`, with the range that typical_p keeps."""
+    threshold, typical_p = found.threshold, limits.typical_p
+    among = typical_range(values, values >= threshold[:, None], typical_p, fixed=logits.fixed)
+    found = found.replace(centre=among[0], reach=among[1])
+
+    def range_of_all(x: Array, threshold: Array, typical_p: Array) -> tuple[Array, Array]:
+        return typical_range(x, x >= threshold[:, None], typical_p, bisect=True, fixed=logits.fixed)
+
+    needed = limits.is_random & ~settled & (typical_p < 1)
+    centre, reach = _search_rows(needed, range_of_all, logits, (threshold, typical_p), among)
+    unneeded = typical_p >= 1
+    return found.replace(centre=jnp.where(unneeded, 0.0, centre), reach=jnp.where(unneeded, jnp.inf, reach))
+
+
+def _draw_candidate(
+    values: Float[Array, "rows count"], ids: Int[Array, "rows count"], found: _Kept, uniforms: Float[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """One of the kept candidates of each row."""
     weights = jnp.where(found.holds(values), jnp.exp(values), 0.0)
     running = jnp.cumsum(weights, axis=1)
     at = jnp.sum(running <= (uniforms * running[:, -1])[:, None], axis=1)
     some = weights > 0
     at = jnp.clip(at, jnp.argmax(some, axis=1), values.shape[1] - 1 - jnp.argmax(some[:, ::-1], axis=1))
-    drawn = jnp.take_along_axis(ids, at[:, None], axis=1)[:, 0]
-    drawn = search_rows(is_random & ~settled, _draw_of_all, (logits, found, uniforms), drawn)
-    return jnp.where(is_random, drawn, greedy), found
+    return jnp.take_along_axis(ids, at[:, None], axis=1)[:, 0]
 
 
 def _mass(logits: _Logits, floor: Float[Array, " rows"]) -> Float[Array, " rows"]:
@@ -403,46 +460,22 @@ def _mass(logits: _Logits, floor: Float[Array, " rows"]) -> Float[Array, " rows"
     return row_sums(jnp.where(x >= floor[:, None], jnp.exp(x), 0.0), fixed=logits.fixed)
 
 
-# -- searches over the whole vocabulary ---------------------------------------------------------------------------
-
-
-def _kth_of_all(logits: _Logits, top_k: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    return kth_largest(logits.less_peak(), top_k)
-
-
-def _top_p_edge_of_all(
-    logits: _Logits, threshold: Float[Array, " rows"], top_p: Float[Array, " rows"]
-) -> Float[Array, " rows"]:
-    return top_p_edge(logits.less_peak(), threshold, top_p, fixed=logits.fixed)
-
-
-def _typical_range_of_all(
-    logits: _Logits, threshold: Float[Array, " rows"], typical_p: Float[Array, " rows"]
-) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
-    x = logits.less_peak()
-    return typical_range(x, x >= threshold[:, None], typical_p, bisect=True, fixed=logits.fixed)
-
-
-def _draw_of_all(logits: _Logits, found: _Kept, uniforms: Float[Array, " rows"]) -> Int[Array, " rows"]:
-    x = logits.less_peak()
-    return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms, fixed=logits.fixed)
-
-
 def _search_rows(
-    needed: Bool[Array, " rows"], search: Callable[..., Tree], arrays: tuple, otherwise: Tree, *, part: int
+    needed: Bool[Array, " rows"], search: Callable[..., Tree], logits: _Logits, arrays: tuple, otherwise: Tree
 ) -> Tree:
-    """`search(*arrays)` for rows in `needed`, `otherwise` for other rows.
+    """`search(less_peak, *arrays)` over the whole vocabulary for rows in `needed`, `otherwise` for other rows.
 
-    Searches `part` rows at a time, so one row with a flat distribution does not cost a search over the whole batch.
+    Searches `logits.part` rows at a time, so one row with a flat distribution does not cost a search over the batch.
     """
-    rows, count = len(needed), jnp.sum(needed)
+    rows, count, part = len(needed), jnp.sum(needed), logits.part
     order = jnp.concatenate([jnp.argsort(~needed), jnp.zeros(part, jnp.int32)])  # needed rows first
 
     def some(state: tuple[Array, Tree]) -> tuple[Array, Tree]:
         start, found = state
         chosen = lax.dynamic_slice(order, (start,), (part,))
         places = jnp.where(start + jnp.arange(part) < count, chosen, rows)  # drop other rows
-        new = search(*jax.tree.map(lambda array: jnp.take(array, chosen, axis=0), arrays))
+        some_logits, *some_arrays = jax.tree.map(lambda array: jnp.take(array, chosen, axis=0), (logits, *arrays))
+        new = search(some_logits.less_peak(), *some_arrays)
         return start + part, jax.tree.map(lambda old, new: old.at[places].set(new, mode="drop"), found, new)
 
     return lax.while_loop(lambda state: state[0] < count, some, (jnp.int32(0), otherwise))[1]

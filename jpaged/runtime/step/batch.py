@@ -1,6 +1,6 @@
 """Inputs of a step: the host packs the plan into one array, and the device unpacks it into a `Batch`.
 
-Called by: `ModelRunner.dispatch` and `FrontStages`, which pack; the forward program, which unpacks.
+Called by: `StageRunner.forward`, which packs; the forward program, which unpacks.
 Owns: the layout of the packed plan, the one array that a step uploads.
 Never: downloads a device array.
 

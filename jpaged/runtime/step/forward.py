@@ -1,6 +1,6 @@
 """The forward pass of a step: from the packed plan to one hidden state per token. Then `output_programs` runs.
 
-Called by: `compile/blueprint.py`, to compile it for each shape; `ModelRunner.dispatch` and `FrontStages`, to run it.
+Called by: `compile/blueprint.py`, to compile it for each shape; `StageRunner.forward`, to run it.
 Owns: the order of work in a forward program.
 Never: samples, or branches on the values of an array.
 

@@ -1,6 +1,6 @@
 """The programs that run after the forward pass: `sample`, `score` and `pool`.
 
-Called by: `ModelRunner.dispatch` after the forward pass, or `ModelRunner.sample` if the plan waits for masks.
+Called by: `LastStageRunner` after the forward pass, or later if the plan waits for masks.
 Owns: the way from hidden states to tokens, log-probabilities or vectors.
 Never: runs a layer. Logits of a whole row leave the device only if a request asks for all of them.
 

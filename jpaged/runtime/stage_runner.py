@@ -1,0 +1,223 @@
+"""A pipeline stage on its devices. An engine without pipeline parallelism has one stage, the last.
+
+Called by: `ModelRunner`, which has the last stage; `FrontStages`, which has the stages before it.
+Owns: the stage's weights, on the devices or asleep on the host; its `DeviceState`; the programs that change the state.
+Never: waits for a step, or handles its failure.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, StepPlan, TransferCosts
+from jpaged.errors import EngineError
+from jpaged.models.spec import Params
+from jpaged.runtime.compile.blueprint import FittedBuild
+from jpaged.runtime.compile.program_table import Program, ProgramTable
+from jpaged.runtime.memory.sleeping import HostWeights
+from jpaged.runtime.new_params import check_params
+from jpaged.runtime.state import DeviceState
+from jpaged.runtime.step.batch import ForwardShape, pack, upload_long_rows
+from jpaged.runtime.step.block_moves import BlockMover
+from jpaged.runtime.step.forward import flat_weights, run_forward
+from jpaged.runtime.step.output_programs import OutputShape, lm_head_params, uses_extras
+from jpaged.runtime.step.row_extras import ExtrasUploader
+
+CLOSED = "the engine is closed: make a new one"
+
+
+class StageRunner:
+    """Weights, state and forward programs of one stage."""
+
+    params: Params | None             # None while they are in host memory, and after `close`
+    _weights: tuple[jax.Array, ...]  # of `params`, as the forward programs take them
+
+    def __init__(
+        self, build: FittedBuild, params: Params, programs: ProgramTable, *, host_slots: int, owns_params: bool,
+        handover: bool = False,
+    ):  # fmt: skip
+        """Compile the programs that copy. The caller sets `state`.
+
+        params:      weights with the shapes of the blueprint, used without a copy.
+        owns_params: nothing else uses the weights, so `release` may delete them on the device.
+        host_slots, handover: see `BlockMover`.
+        """
+        self.build, self.programs, self.placement = build, programs, build.blueprint.placement
+        self.state: DeviceState | None = None  # None between `release` and `restore`, and after `close`
+        self.released = False                  # True: `restore` may allocate the state
+        self._owns_params = owns_params
+        self._host_weights: HostWeights | None = None
+        self._width = build.limits.width
+        self._upload_row = build.compile_upload_row()
+        self.mover = BlockMover(
+            build.state_shapes(), self.placement, host_slots=host_slots, handover=handover, store=build.store
+        )
+        self._use(params)
+
+    def _use(self, params: Params | None) -> None:
+        self.params, self._weights = params, () if params is None else flat_weights(params)
+
+    @property
+    def live(self) -> DeviceState:
+        """The state. Raises EngineError if there is none."""
+        if self.state is None:
+            raise EngineError(CLOSED)
+        return self.state
+
+    def forward(self, program: Program[ForwardShape], plan: StepPlan, *hidden: jax.Array) -> jax.Array:
+        """Run a plan with a program of the table. Returns the second result of `step.forward.forward`.
+
+        hidden: from the stage before; none in the first.
+        """
+        state, most = self.live, program.shape.max_updates
+        if len(plan.moves):
+            state = self.state = self.mover.run(state, plan.moves)
+        self.state, updates = upload_long_rows(state, plan, self._width, most, self._upload_row, self.placement)
+        # The packed plan is a numpy array: the call uploads it in 4 us, `jax.device_put` takes 40 to 75 us
+        self.state, result = run_forward(
+            program.run, self._weights, self.state, pack(plan, updates, program.shape), *hidden
+        )
+        return result
+
+    def write_blocks(
+        self, moves: Sequence[tuple[BlockMove, int, int]], blocks: Sequence[int],
+        contents: Sequence[tuple[np.ndarray, ...]],
+    ) -> None:  # fmt: skip
+        """Run moves, then write `contents` into `blocks`, before the next step."""
+        if len(moves):
+            self.state = self.mover.run(self.live, np.array(moves, np.int32))
+        if len(blocks):
+            self.state = self.mover.write(self.live, blocks, contents)
+
+    def set_params(self, params: Params) -> None:
+        """Replace the weights. Raises ModelLoadError for a tree that differs, EngineError while the weights sleep."""
+        if self._host_weights is not None:
+            raise EngineError('the weights sleep: call wake_up(["weights"]) before they are replaced')
+        if self.params is None:
+            raise EngineError(CLOSED)
+        check_params(self.params, params)
+        self._use(params)
+        self._owns_params = False
+
+    def recover(self) -> None:
+        """Allocate an empty state if the old one was donated to a failed step."""
+        if self.state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            self.state = self.build.create_state()
+
+    def release(self) -> None:
+        """Free the state, and move weights that the runner owns to the host. On CPU they are in host memory."""
+        self._free_state()
+        self.released = True
+        if self._owns_params and self.params is not None and self.placement.platform != "cpu":
+            self._host_weights = HostWeights.take(self.params)
+            self._use(None)
+
+    def restore(self, *, weights: bool, kv_cache: bool) -> None:
+        """Allocate again what `release` freed."""
+        if weights and self._host_weights is not None:
+            self._use(self._host_weights.put())
+            self._host_weights = None
+        if kv_cache and self.released:
+            self.state = jax.block_until_ready(self.build.create_state())
+            self.released = False
+
+    def close(self) -> None:
+        """Free the state, and drop the references to the weights."""
+        self._free_state()
+        self.released, self._host_weights = False, None
+        self._use(None)
+
+    def _free_state(self) -> None:
+        for leaf in jax.tree.leaves(self.state):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self.state = None
+        self.mover.close()
+
+
+class LastStageRunner(StageRunner):
+    """The last stage. It also runs the programs after the forward pass: `sample`, `score` and `pool`."""
+
+    def __init__(
+        self, build: FittedBuild, params: Params, programs: ProgramTable, token_mask: jax.Array | None, *,
+        on_sampled: Callable[[StepPlan, jax.Array], None], host_slots: int, owns_params: bool, handover: bool,
+    ):  # fmt: skip
+        """token_mask: see `ModelRunner`. on_sampled: called with a plan and its `Sampled.packed`. Others: as above."""
+        self._spec = build.blueprint.model.spec
+        super().__init__(build, params, programs, host_slots=host_slots, owns_params=owns_params, handover=handover)
+        self._token_mask = token_mask
+        self._on_sampled = on_sampled
+        self._uploader = None if self._spec.pools else ExtrasUploader(
+            build.state_shapes(), build.limits.max_model_len, self.placement, build.store
+        )  # fmt: skip
+
+    def _use(self, params: Params | None) -> None:
+        super()._use(params)
+        self._lm_head_params = None if params is None else lm_head_params(self._spec, params)
+
+    def start_rows(self, inits: Sequence[RowInit]) -> None:
+        """Set the extras of rows that start, before their step."""
+        for init in inits:
+            if init.extras is not None and self._uploader is not None:
+                self.state = self._uploader.start(self.live, init)
+
+    def score(self, scored: np.ndarray) -> tuple[jax.Array, ...]:
+        """Log-probabilities of known tokens, or vectors if the model pools. Runs in chunks, to limit live logits."""
+        if not scored.shape[1]:
+            return ()
+        chunks, pools, programs = [], self._spec.pools, self.programs
+        size = self.live.output_rows.shape[1] if pools else programs.score().shape.tokens
+        for first in range(0, scored.shape[1], size):
+            places, ids = scored[:, first : first + size]
+            packed = np.full((2, size), -1 if pools else 0, np.int32)
+            packed[1, : len(places)] = places
+            if not pools:
+                packed[0, : len(ids)] = ids
+            chunks.append(self._run_output(programs.pooler(len(places)) if pools else programs.score(), packed))
+        return tuple(chunks)
+
+    def sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> jax.Array | None:
+        """Sample or pool for the plan's rows in `samples`. None if there are none."""
+        count = plan.num_samples
+        if not count:
+            return None
+        if masks and self._uploader is not None:
+            self.state = self._uploader.set_masks(self.live, masks)
+        if self._spec.pools:
+            return self._run_output(self.programs.pooler(count), self.live.output_rows)
+        output = self._run_output(self.programs.sampler(count, plan.sampler), self.live.output_rows)
+        self._on_sampled(plan, output)
+        return output
+
+    def _run_output(self, program: Program[OutputShape], rows: np.ndarray | jax.Array) -> jax.Array:
+        state = self.live
+        extras = state.sampling if uses_extras(program.shape) else None
+        table, extras, output = program.run(
+            self._lm_head_params, self._token_mask, state.table, extras, state.hidden, rows
+        )
+        self.state = state.replace(table=table, sampling=state.sampling if extras is None else extras)
+        return output
+
+    def measure_transfers(self) -> TransferCosts:
+        """Measure with a step of padding only, which takes as long as a full step without attention."""
+        program, blueprint = self.programs.forwards[-1], self.build.blueprint
+        nothing = np.zeros(0, np.int32)
+        idle = StepPlan(nothing, nothing, 0, nothing.astype(bool), nothing, np.zeros((0, 4), np.int32))
+        packed = self.placement.put(pack(idle, np.zeros((0, 3), np.int32), program.shape))
+        hidden: tuple[jax.Array, ...] = ()
+        if not blueprint.model.stage.is_first:
+            shape = (program.shape.tokens, self._spec.hidden_size)
+            hidden = (self.placement.put(np.zeros(shape, blueprint.dtype)),)
+
+        def step(state: DeviceState) -> DeviceState:
+            return run_forward(program.run, self._weights, state, packed, *hidden)[0]
+
+        block_bytes = self.build.memory_plan.block_bytes
+        self.state, costs = self.mover.measure(self.live, block_bytes, step, program.shape.tokens)
+        return costs
+
+    def close(self) -> None:
+        """Free the state, and drop the references to the weights."""
+        super().close()
+        self._token_mask = None

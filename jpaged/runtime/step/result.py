@@ -1,0 +1,67 @@
+"""A dispatched step, and the download of its result.
+
+Called by: `ModelRunner.collect`.
+Owns: nothing. A `StepHandle` has arrays on the device.
+Never: starts a program.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jpaged.engine.step_plan import ExpertLoad, StepPlan, StepResult
+from jpaged.runtime.sampling.sampler import unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class StepHandle:
+    """A dispatched step. Its arrays are on the device, and may still be computed."""
+
+    plan: StepPlan
+    counted: jax.Array             # see `step.forward`; ready when the forward pass is done
+    # Chunks of the plan's `scored` tokens: `Sampled.packed`, or float32[N, size] if the model pools.
+    scores: tuple[jax.Array, ...]
+    # Rows that sample or pool, then padding: `Sampled.packed`, or float32[rows, size] if the model pools. None: no row
+    # samples, or the plan waits for masks.
+    output: jax.Array | None
+
+
+def download(handle: StepHandle, *, pools: bool, pairs_of_token: int) -> StepResult:
+    """Wait for a step and download its result.
+
+    pools: the model pools. pairs_of_token: (token, expert) pairs per token that are counted; 0: none.
+    """
+    plan, load = handle.plan, None
+    scored = _joined(handle.scores, plan.scored.shape[1])
+    host = None if handle.output is None else _spread(np.asarray(handle.output), plan)
+    if host is None or pairs_of_token:
+        counted = np.asarray(handle.counted)
+        if pairs_of_token:
+            tokens, busiest = counted.tolist()
+            load = ExpertLoad(tokens * pairs_of_token, busiest)
+    if pools:
+        return StepResult(np.zeros(0, np.int32), pooled=host, pooled_tokens=scored, expert_load=load)
+    scores = None if scored is None else unpack(scored)[1]
+    if host is None:
+        return StepResult(np.zeros(len(plan.rows), np.int32), scores=scores, expert_load=load)
+    token_ids, of = unpack(host)
+    if of is None:
+        return StepResult(token_ids, scores=scores, expert_load=load)
+    return StepResult(token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, scores, expert_load=load)
+
+
+def _joined(chunks: Sequence[jax.Array], count: int) -> np.ndarray | None:
+    """All chunks, in the order of the plan, without padding. None if there are no chunks."""
+    return np.concatenate([np.asarray(chunk) for chunk in chunks])[:count] if chunks else None
+
+
+def _spread(output: np.ndarray, plan: StepPlan) -> np.ndarray:
+    """Outputs of the rows that sample, at their indices in the plan's rows; 0 elsewhere."""
+    rows, count = len(plan.rows), plan.num_samples
+    if count == rows:
+        return output[:rows]
+    spread = np.zeros((rows, *output.shape[1:]), output.dtype)
+    spread[plan.samples] = output[:count]
+    return spread
