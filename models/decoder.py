@@ -2,7 +2,7 @@
 
 Called by: the forward pass, with pages; training, checks and calibration, with dense attention.
 Owns: the layers of every family, as its `DecoderSpec` describes them.
-Never: knows requests, pages or block tables: attention is an argument.
+Never: knows requests or block tables, or reads pages: attention is an argument.
 
 1. `decode` embeds the tokens and runs the layers in an unrolled loop. All requests' tokens are on one axis. Only
    attention knows the tokens of each request.

@@ -12,8 +12,8 @@ One call of `Engine.step`:
 4. The output processor appends its tokens, ends requests, and emits outputs.
 5. If masks of step N depend on these tokens, step N samples only now.
 
-A request that ends in 4 still has a row in step N. Its token is dropped when it arrives. Its blocks are free at
-once, because a request that gets one of them writes to it in a later step.
+A request that ends in 4 by its text still has a row in step N, and that token is dropped when it arrives. Plan N leaves
+out a request that ends by its length. Blocks are free at once: the next owner writes to them in a later step.
 """
 
 import logging

@@ -4,7 +4,7 @@ Called by: the input processor makes requests, all of `engine` reads them.
 Owns: the known tokens of one sequence, and its three records.
 Never: advances by itself.
 
-Each record has one writer:
+Each record has one owner:
 
 | Record | Contents | Later written by |
 |---|---|---|
@@ -44,9 +44,9 @@ class RequestStatus(enum.Enum):
     WAITING -> RUNNING -> an end state, with PREEMPTED <-> RUNNING in between. Every state can change to an end state.
     """
 
-    WAITING = "waiting"        # has never run
+    WAITING = "waiting"        # has never run, or is an idle beam
     RUNNING = "running"        # owns a row and blocks
-    PREEMPTED = "preempted"    # lost its row and blocks; waits to run again, and for its tokens in flight
+    PREEMPTED = "preempted"    # has no row and no blocks: waits to run again, and for its tokens in flight
     STOPPED = "stop"           # end: a stop token, a stop string, or the end of a grammar or beam search
     LENGTH = "length"          # end: max_tokens or max_model_len
     REPETITION = "repetition"  # end: the last tokens repeat one pattern

@@ -187,7 +187,7 @@ class StepResult:
     """Output of one step. Rows are in the order of the plan. The entries of rows that do not sample are undefined."""
 
     token_ids: np.ndarray                   # int32[R]       empty if the model pools
-    # Only from SamplerVariant.FULL, else None. Natural logarithms of the model's own distribution, in float32.
+    # Only from SamplerVariant.FULL, else None. float32 values of `logprobs_mode`: by default natural logarithms.
     logprobs: np.ndarray | None = None      # float32[R]     of the sampled token
     ranks: np.ndarray | None = None         # int32[R]       of the sampled token; 1 = most likely
     # int32[R, K]    most likely first, or ids of `RowExtras.scores_bias_ids`; K = max_logprobs
@@ -201,7 +201,7 @@ class StepResult:
 
 
 class Runner(Protocol[HandleT]):
-    """The device, as the engine sees it. `runtime.runner.ModelRunner` is the implementation.
+    """The device, as the engine sees it: `runtime.runner.ModelRunner`, or `LeaderRunner` for several processes.
 
     HandleT: the runner's type for a dispatched step. The engine only passes it back.
     """

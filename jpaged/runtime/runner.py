@@ -5,7 +5,7 @@ Owns: weights, pages and request table on the device, and the table of compiled 
 Never: compiles after ready, or knows what a request is.
 
 `dispatch` starts a step and returns a handle at once. `collect` waits for the step's tokens. In between the engine
-makes the next plan, so the device never waits for the host.
+makes the next plan, so the device does not wait for the host. Masks that depend on the last token are the exception.
 """
 
 import contextlib

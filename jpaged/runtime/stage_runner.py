@@ -114,7 +114,7 @@ class StageRunner:
             self._use(None)
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
-        """Allocate again what `release` freed."""
+        """Undo `release`. weights: copy the weights back from the host. kv_cache: allocate new states."""
         if weights and self._host_weights is not None:
             self._use(self._host_weights.put())
             self._host_weights = None

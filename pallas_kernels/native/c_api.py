@@ -8,9 +8,9 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-import jaxlib
+import jax
 
-HEADER = pathlib.Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
+HEADER = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")
 
 # Interface version of the kernels, from jaxlib 0.10.2. XLA accepts kernels of earlier minor versions.
 MAJOR_VERSION, MINOR_VERSION = 0, 3

@@ -158,7 +158,7 @@ class InputProcessor:
         max_new_tokens: int,
         end_token_ids: frozenset[int],
     ) -> Strategy:
-        """Choose the strategy. No other code distinguishes the kinds of answers."""
+        """Choose the strategy, which knows the kind of answer. The scheduler only asks it for what differs."""
         if pooling_params is not None and self.limits.pooling is not None:
             return PoolStrategy(self.limits.pooling, pooling_params)
         if params.use_beam_search:

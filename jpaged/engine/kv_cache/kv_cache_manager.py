@@ -1,8 +1,9 @@
 """Block tables of requests: find a prefix, fork, grow with the tokens, free.
 
-Called by: the scheduler and its parts; `Engine` for reset. Other threads only read counts.
+Called by: the scheduler and its parts; `Engine` for reset, new weights and KV handover; the simulator. Other threads
+only read counts.
 Owns: the block tables in `Request.kv`; `BlockNamer` has the names.
-Never: copies KV. It records moves, which the next plan takes to the device.
+Never: copies KV. It records moves, which the next plan or a handover takes to the device.
 
 A request has one block table per kv_group (`jpaged.kv_groups`). All block tables draw from one pool. They grow
 together, by one block in every kv_group at a time. In a kv_group with a sliding window a request holds only the blocks

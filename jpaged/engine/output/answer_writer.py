@@ -1,7 +1,7 @@
 """Appends tokens to the output of a request: text, stop checks, log-probabilities.
 
 Called by: the strategies, for each token.
-Owns: nothing. It writes `Request.output` and appends to `Request.token_ids`.
+Owns: the decoder of the text. It writes `Request.output` and `Request.metrics`, and appends to `Request.token_ids`.
 Never: ends a request. It returns the end state.
 """
 

@@ -2,7 +2,7 @@
 
 Called by: `Engine`, for new requests, collected steps, aborts and failed steps.
 Owns: the live request groups.
-Never: lets the error of one request end another.
+Never: lets the error of one request group end another.
 
 1. `add` registers a request group, and lets its strategy begin.
 2. `process` hands each row's result to the strategy of its request group, and ends requests. It returns outputs of

@@ -1,8 +1,8 @@
 """Step 1 of scheduling: every request whose last token was sampled advances by that token.
 
-Called by: `Scheduler.schedule`, before any prompt gets a token; the plan builder, for a row that begins to decode.
+Called by: `Scheduler.schedule`, before prompts get tokens; the plan builder and `Forks`, for rows that decode next.
 Owns: the rule for `next_boundary`, the length at which a decode needs more than a counter.
-Never: delays a decode for a prompt.
+Never: delays a decode for a waiting prompt. A running prompt that needs a block may preempt a decode.
 
 Nearly all decodes are plain: the token fits into the request's last block, so nothing changes but counters. A request
 is handled one by one only at its next boundary, where it needs a block, frees one, switches its rope, or ends.

@@ -5,7 +5,7 @@ Owns: the arrays of the plan, and the counts that they make final (tokens comput
 Never: drops a selected request. It adds only the followers that fork from one.
 
 Until the plan is built, preemption may remove a row from the selection. Building the plan makes the selection final:
-tokens count as computed, samples as in flight, and full blocks are named.
+tokens count as computed, and samples as in flight.
 
 1. Decodes come first. Their tokens are already counted.
 2. Rows that compute a chunk follow. A row that reaches the end of its known tokens samples, and decodes from then on.

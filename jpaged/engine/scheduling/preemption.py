@@ -12,12 +12,13 @@ from jpaged.engine.scheduling.step_selection import StepSelection
 class Preemption:
     """Preempts running requests.
 
-    There are three causes:
+    There are four causes:
 
     - No block is free (`grow`). The `victim` is the last request in the policy's order. It is the oldest request only
       if that is alone. Alone it always fits, so the engine always makes progress.
     - The request outgrows the short rope of a longrope model. It is preempted itself, and recomputes its KV.
     - All running requests are beams on hold, and another beam of their search waits for blocks (`preempt_last`).
+    - The engine sleeps or forgets its cache: `Scheduler.preempt_all` preempts all of them.
     """
 
     def __init__(self, state: SchedulerState):

@@ -1,6 +1,6 @@
 """Decides which requests run in a step, and by how many tokens each of them advances.
 
-Called by: `Engine` once a step (`schedule`); strategies add requests, the output processor ends them.
+Called by: `Engine` and the simulator once a step (`schedule`); strategies add requests, the output processor ends them.
 Owns: the queues, the rows, and the status and progress of every request.
 Never: reads tokens, or touches the device.
 
@@ -15,7 +15,7 @@ budget. One call of `schedule`:
 
 If no block is free in steps 1 and 2, the last running request in the policy's order is preempted (`preemption`). The
 oldest is preempted only if it is alone. A waiting request that finds no room in step 3 keeps waiting. Decodes never
-wait for prompts, because they come first. `target_step_ms` limits the prompt tokens of a step (`step_pace`).
+wait for waiting prompts, because they come first. `target_step_ms` limits the prompt tokens of a step (`step_pace`).
 
 If the rope of a model depends on the sequence length (longrope), a sequence that grows beyond `longrope_switch_len`
 needs other KV. The request is preempted there, and recomputes all its tokens.

@@ -1,10 +1,11 @@
 """Inputs of a step: the host packs the plan into one array, and the device unpacks it into a `Batch`.
 
 Called by: `StageRunner.forward`, which packs; the forward program, which unpacks.
-Owns: the layout of the packed plan, the one array that a step uploads.
+Owns: the layout of the packed plan, the only array that a step of plain decodes uploads.
 Never: downloads a device array.
 
-For decodes the host sends only row numbers. Token ids, positions, KV slots and lengths come from the request table.
+For decodes the host sends row numbers and new blocks. Token ids, positions and lengths come from the request table, and
+KV slots from the block tables, which are on the device too.
 """
 
 import dataclasses

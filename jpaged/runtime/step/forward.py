@@ -5,7 +5,7 @@ Owns: the order of work in a forward program.
 Never: samples, or branches on the values of an array.
 
 1. Unpack the plan: set started rows in the request table, and change block tables.
-2. Build ids, positions, KV slots and lengths from the table (`batch`).
+2. Build ids, positions, KV slots and lengths from the request table and the block tables (`batch`).
 3. Run the decoder over all tokens: it writes keys and values into the pages, and attends through block tables. Each
    token's hidden state stays in `DeviceState.hidden` for the output programs.
 

@@ -10,7 +10,8 @@ They apply the lm_head to selected hidden states of `DeviceState.hidden`:
 - `pool` returns one vector for each row: the normed hidden state of its last token, or a classifier's scores.
 
 They are separate programs because a forward program takes seconds to compile: one per shape is enough, not one per pair
-of shapes. A step that only computes chunks of prompts runs none. While the forward pass runs, the host computes masks
+of shapes. A step that only computes chunks of prompts runs none, unless
+a request asks for scores or vectors of prompt tokens. While the forward pass runs, the host computes masks
 of grammars that depend on the token before.
 """
 
@@ -86,7 +87,7 @@ def uses_extras(shape: OutputShape) -> bool:
 # The three functions have the same arguments and return (table, sampling, result), so the runner calls all alike.
 # params: from `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see `uses_extras`.
 # `table` and `sampling` are donated. The last argument is int32[2, N]; its second line indexes `hidden`. `sample` and
-# `pool` use `num_rows` columns of `DeviceState.output_rows`, so the host uploads nothing.
+# `pool` use `num_rows` columns of `DeviceState.output_rows`. Only `score`, and vectors of tokens, need an upload.
 
 
 def sample(
