@@ -34,7 +34,7 @@ from timing import seconds, sentence
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_kernels import QuantizedWeight, grouped_dot, quantized_dot, quantized_grouped_dot
-from pallas_kernels.quantized_dot.weight import to_rows
+from pallas_kernels.quantized_dot.weight import RowsWeight
 from tests.kernels.quantized_cases import Case
 
 # |out - reference| / |reference|. GPUs do not round divisions exactly, so a number of x halfway between two codes may
@@ -98,14 +98,15 @@ def check(name: str, case: Case, rows: int, make: Callable[[Case, int], tuple[An
 def plain(case: Case, rows: int) -> tuple[Any, ...]:
     """quantized_dot."""
     dot = functools.partial(quantized_dot, dtype=jnp.float32)
-    return dot, functools.partial(dot, implementation="reference"), (drawn(rows, case), to_rows(case.drawn()), rows)
+    arguments = drawn(rows, case), RowsWeight.of(case.drawn()), rows
+    return dot, functools.partial(dot, implementation="reference"), arguments
 
 
 def grouped(case: Case, rows: int) -> tuple[Any, ...]:
     """quantized_grouped_dot of 5 blocks, which are all used."""
     case = dataclasses.replace(case, matrices=4)
     x = jnp.asarray(np.random.default_rng(rows).standard_normal((5, rows, case.inputs)), case.dtype)
-    arguments = x, to_rows(case.drawn()), jnp.array([2, 2, 0, 3, 1], jnp.int32), jnp.int32(5)
+    arguments = x, RowsWeight.of(case.drawn()), jnp.array([2, 2, 0, 3, 1], jnp.int32), jnp.int32(5)
     return quantized_grouped_dot, functools.partial(quantized_grouped_dot, implementation="reference"), arguments
 
 

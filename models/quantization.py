@@ -21,17 +21,13 @@ from jaxtyping import Array, Float, Int
 from jpaged.models.spec import Params
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import (
-    ARRAYS,
     LANES,
     OUTPUTS,
+    LanesWeight,
+    RowsWeight,
+    TilesWeight,
     quantize_plain,
     refuse_group,
-    refuse_lanes,
-    refuse_matrices,
-    refuse_tiles,
-    to_lanes,
-    to_rows,
-    to_tiles,
 )
 
 EXPERTS = frozenset({"expert_gate_up", "expert_down"})
@@ -98,12 +94,12 @@ class LeafPlacer(Protocol):
     """Puts leaves on devices: `Quantizer` on one, `ShardedQuantizer` on several, `StagedPlacer` on pipeline stages."""
 
     def of_layer(self, layer: int | None) -> "LeafPlacer":
-        """The placer for a layer's leaves. None: for leaves outside of layers."""
-        ...
+        """The placer for a layer's leaves: itself if all layers are on the same devices. None: outside of layers."""
+        return self
 
     def finish(self, tree: Params) -> Any:
         """An engine's weights, from the tree of all placed leaves."""
-        ...
+        return tree
 
     def __call__(self, name: str, leaf: Any) -> Any:
         """The leaf `name` on the devices."""
@@ -135,19 +131,12 @@ class LeafPlacer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantizer:
+class Quantizer(LeafPlacer):
     """Quantises the leaves of a parameter tree for a platform, and puts them on one device."""
 
     scheme: Scheme | None = None  # None: dense leaves are not rounded
     platform: str = "cpu"
     activations: str = "auto"     # `EngineConfig.quantized_activations`
-
-    def of_layer(self, layer: int | None) -> "Quantizer":
-        """The placer itself, because all layers are on the same device."""
-        return self
-
-    def finish(self, tree: Params) -> Params:
-        return tree
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Float[Array, "*shape"] | QuantizedWeight:
         """Put the leaf `name` on the default device, quantised by `scheme_of_leaf`. leaf: a jax or numpy array.
@@ -166,16 +155,17 @@ class Quantizer:
             numbers = matrix[first : first + rows]
             if isinstance(numbers, np.ndarray):
                 numbers = numbers.copy()  # JAX may hold a view for longer, and then its mapped file cannot close
-            return _any_shape(_quantized(numbers, quantizer=self, name=like, scheme=chosen, shape=shape))
+            made = _quantized(numbers, quantizer=self, name=like, scheme=chosen, shape=shape)
+            return dataclasses.replace(made, shape=())
 
         if rows >= matrix.shape[0]:
-            return jax.block_until_ready(with_shape(part(0), leaf.shape))
+            return jax.block_until_ready(part(0).with_shape(leaf.shape))
         described = self.shape(name, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        flat = _any_shape(with_shape(described, matrix.shape))
+        flat = dataclasses.replace(described.with_shape(matrix.shape), shape=())  # like `part`
         whole = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), flat)
         for first in range(0, matrix.shape[0], rows):
             whole = jax.block_until_ready(_insert(whole, part(first), first))  # else many parts would be in memory
-        return with_shape(whole, leaf.shape)
+        return whole.with_shape(leaf.shape)
 
     def packed(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | Array:
         """Convert a checkpoint's leaf from the layout "plain" into the platform's layout.
@@ -183,8 +173,7 @@ class Quantizer:
         On CPU it is dequantised if no native kernel multiplies it. It stays quantised with activations "float", and fp8
         weights stay quantised with activations "fp8".
         """
-        changed = dataclasses.replace(weight, **self._arrays(weight))
-        return jax.block_until_ready(_place(changed, quantizer=self, name=name))
+        return jax.block_until_ready(_place(jax.device_put(weight), quantizer=self, name=name))
 
     def part(self, name: str, leaf: Float[Any, "*shape"]) -> Array:
         """A dense part of the JoinedWeight `name`, on the default device."""
@@ -208,8 +197,7 @@ class Quantizer:
             return leaf
         matrix = jax.ShapeDtypeStruct((math.prod(leaf.shape[:-1]), leaf.shape[-1]), leaf.dtype)
         make = functools.partial(_quantized, quantizer=self, name=name, scheme=chosen, shape=leaf.shape)
-        made = jax.eval_shape(make, matrix)
-        return with_shape(made, leaf.shape)
+        return jax.eval_shape(make, matrix).with_shape(leaf.shape)
 
     def reads_views(self, name: str, shape: tuple[int, ...]) -> bool:
         """True for a leaf that is rounded: its parts are copied."""
@@ -236,25 +224,21 @@ class Quantizer:
                  dequantise blocks of outputs in every step, which is slow on CPU.
         """
         if self.platform == "cpu" and self.activations != "float" and _has_kernel(name, weight, shape):
-            return to_tiles(weight)
+            return TilesWeight.of(weight)
         able = weight.kind == "int8" and weight.zeros is None and weight.mins is None and name not in EXPERTS
         wanted = weight.activations if self.activations in ("auto", "fp8") else self.activations
         rounds = able and wanted == "int8" and self.platform != "cpu"
         on_lanes = self.platform == "tpu" and (weight.kind == "int4" or weight.groups > 1)
         whole_tiles = name not in EXPERTS or math.prod(shape[1:-1]) % LANES == 0
-        if on_lanes and name != "embed" and whole_tiles and refuse_lanes(weight) is None:
-            made = to_lanes(weight)
+        if on_lanes and name != "embed" and whole_tiles and LanesWeight.refuse(weight) is None:
+            made = LanesWeight.of(weight)
         else:
-            made = to_rows(weight)
+            made = RowsWeight.of(weight)
         if self.platform == "cpu" and made.kind == "fp8":
             made = dataclasses.replace(made, codes=jax.lax.bitcast_convert_type(made.codes, jnp.uint8))
         if self.activations == "fp8" and weight.kind == "fp8":
             return dataclasses.replace(made, activations="fp8")
         return dataclasses.replace(made, activations="int8" if rounds else "float")
-
-    @staticmethod
-    def _arrays(weight: QuantizedWeight) -> dict[str, Array]:
-        return {name: jax.device_put(a) for name in ARRAYS if (a := getattr(weight, name)) is not None}
 
 
 UNCHANGED = Quantizer()
@@ -262,7 +246,7 @@ UNCHANGED = Quantizer()
 
 def _has_kernel(name: str, weight: QuantizedWeight, shape: tuple[int, ...]) -> bool:
     """True if a native CPU kernel multiplies the leaf. shape: of the whole leaf."""
-    return refuse_tiles(weight) is None and (name not in EXPERTS or refuse_matrices(shape) is None)
+    return TilesWeight.refuse(weight) is None and (name not in EXPERTS or TilesWeight.refuse_matrices(shape) is None)
 
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "name"))
@@ -284,24 +268,5 @@ def _quantized(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _insert(whole: QuantizedWeight, part: QuantizedWeight, first: Int[Array, ""] | int) -> QuantizedWeight:
-    """Write the outputs of `part` into `whole` from `first`, a multiple of OUTPUTS. Both come from `_any_shape`."""
-    start, axis = first // OUTPUTS if whole.layout == "tiles" else first, 1 if whole.layout == "lanes" else 0
-    return jax.tree.map(lambda to, array: jax.lax.dynamic_update_slice_in_dim(to, array, start, axis), whole, part)
-
-
-def _any_shape(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight without its static shape, so that all shapes are pytrees of one structure."""
-    return dataclasses.replace(weight, shape=())
-
-
-def with_shape(weight: QuantizedWeight, shape: tuple[int, ...]) -> QuantizedWeight:
-    """The weights with their outputs on the axes of `shape`. Arrays may be ShapeDtypeStructs."""
-    if weight.layout in ("tiles", "lanes"):
-        return dataclasses.replace(weight, shape=shape)
-
-    def on_axes(array: Any) -> Any:
-        to = (*shape[:-1], array.shape[-1])
-        return jax.ShapeDtypeStruct(to, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array.reshape(to)
-
-    changed = {n: on_axes(a) for n in ARRAYS[:-1] if (a := getattr(weight, n)) is not None}
-    return dataclasses.replace(weight, shape=shape, **changed)
+    """Write the outputs of `part` into `whole` from `first`, a multiple of OUTPUTS. Both have no static shape."""
+    return whole.insert(part, first)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.quantization import Quantizer, Scheme
+from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
 from jpaged.models.sharding import (
     Shards,
     SplitWeight,
@@ -28,24 +28,16 @@ from jpaged.models.sharding import (
 )
 from jpaged.models.spec import DecoderSpec, Params
 from pallas_kernels import QuantizedWeight
-from pallas_kernels.quantized_dot.weight import ARRAYS
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedQuantizer:
+class ShardedQuantizer(LeafPlacer):
     """Pads, splits, quantises and places leaves. spec: of the model, before `split_spec`."""
 
     quantizer: Quantizer
     mesh: Mesh | AbstractMesh  # AbstractMesh: for shapes only
     shards: Shards
     spec: DecoderSpec
-
-    def of_layer(self, layer: int | None) -> "ShardedQuantizer":
-        """The placer itself, because all layers are on the same devices."""
-        return self
-
-    def finish(self, tree: Params) -> Params:
-        return tree
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
         """Put the leaf `name` on the devices, as an array, QuantizedWeight or SplitWeight. leaf: numpy or jax array."""
@@ -177,11 +169,8 @@ class ShardedQuantizer:
         axis = split_axis(name, len(shape), self.shards, self.spec)
         count = self.shards.count
         if axis == len(shape) - 1:
-            divided = shape == weight.shape and all(
-                width in (0, 1) or width % count == 0
-                for array in ARRAYS[:-1]
-                for width in [0 if getattr(weight, array) is None else getattr(weight, array).shape[-1]]
-            )
+            widths = {array.shape[-1] for array in jax.tree.leaves(dataclasses.replace(weight, order=None))}
+            divided = shape == weight.shape and all(width == 1 or width % count == 0 for width in widths)
             if weight.order is not None or not divided:
                 why = "its inputs have an order of their own (desc_act)" if weight.order is not None else (
                     f"its {weight.groups} groups of inputs do not split into {count} equal parts"
@@ -199,8 +188,7 @@ class ShardedQuantizer:
                 return jax.ShapeDtypeStruct(wanted, array.dtype)
             return pad_leaf(name, np.asarray(array), self.spec, self.shards)
 
-        arrays = {field: pad(a) for field in ARRAYS[:-1] if (a := getattr(weight, field)) is not None}
-        return dataclasses.replace(weight, shape=shape, **arrays), axis
+        return weight.changed(pad, shape=shape), axis
 
 
 def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) -> QuantizedWeight:
@@ -216,9 +204,7 @@ def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) ->
         width, inputs = array.shape[-1], weight.shape[-1]
         return array if width == 1 else array[..., start * width // inputs : stop * width // inputs]
 
-    arrays = {field: cut(a) for field in ARRAYS[:-1] if (a := getattr(weight, field)) is not None}
-    shape = (*weight.shape[:axis], stop - start, *weight.shape[axis + 1 :])
-    return dataclasses.replace(weight, shape=shape, **arrays)
+    return weight.changed(cut, shape=(*weight.shape[:axis], stop - start, *weight.shape[axis + 1 :]))
 
 
 def _put(leaf: Float[Any, "*shape"], sharding: jax.sharding.Sharding) -> Array:

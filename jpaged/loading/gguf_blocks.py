@@ -109,7 +109,6 @@ def _weight(known: _BlockType, shape: tuple[int, ...], make: Callable[..., Any])
         outer_mins=make(blocks, np.dtype(np.float32)) if known.has_outer and has_mins else None,
         order=None,
         kind=known.kind,
-        layout="plain",
         shape=tuple(shape),
         dtype=np.dtype(ml_dtypes.bfloat16),
         activations="float",

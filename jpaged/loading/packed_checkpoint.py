@@ -229,6 +229,6 @@ def _plain_values(config: Mapping[str, Any]) -> Values:
 
 def _weight(header: Header, codes: Any, scales: Any, zeros: Any, outer: Any, order: Any) -> QuantizedWeight:
     return QuantizedWeight(
-        codes, scales, zeros, outer, None, None, order, header.kind, "plain", header.shape, _ACTIVATIONS,
-        header.activations, header.divides,
+        codes, scales, zeros, outer, None, None, order, header.kind, header.shape, _ACTIVATIONS, header.activations,
+        header.divides,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from jpaged.loading.safetensors_file import DTYPES
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, LeafPlacer, with_shape
+from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, LeafPlacer
 from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import ARRAYS
@@ -352,7 +352,7 @@ def _assemble_packed(
 
 def _on_axes(weight: QuantizedWeight, shape: tuple[int, ...], dtype: np.dtype) -> QuantizedWeight:
     """Weights [..., out, in] in the layout "plain", with the outputs on the axes of `shape`. dtype: of activations."""
-    return dataclasses.replace(with_shape(weight, shape), dtype=np.dtype(dtype))
+    return dataclasses.replace(weight.with_shape(shape), dtype=np.dtype(dtype))
 
 
 def _done(checkpoint: TensorSource, name: str, on_read: Callable[[int], Any]) -> None:

@@ -43,8 +43,8 @@ class Grid:
             codes = codes + LEVELS // 2
         activations = "int8" if self.scheme.activations == "int8" else "float"
         return QuantizedWeight(
-            codes.astype(PLAIN_DTYPES[kind]), self.scales, None, None, None, None, None, kind, "plain", codes.shape,
-            dtype, activations=activations,
+            codes.astype(PLAIN_DTYPES[kind]), self.scales, None, None, None, None, None, kind, codes.shape, dtype,
+            activations,
         )  # fmt: skip
 
 

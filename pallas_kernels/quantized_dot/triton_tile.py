@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from pallas_kernels.quantized_dot.tiling import Tiling
 from pallas_kernels.quantized_dot.triton_codes import numbers
-from pallas_kernels.quantized_dot.weight import CHUNK, LEVELS, QuantizedWeight
+from pallas_kernels.quantized_dot.weight import ARRAYS, CHUNK, LEVELS, QuantizedWeight
 from pallas_kernels.quantized_dot.xla import quantise_rows, quantise_rows_to_fp8
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
@@ -55,10 +55,8 @@ class Given(NamedTuple):
             x, group_scales = quantise_rows_to_fp8(x, weight.groups)
             if weight.groups == 1:
                 row_scales, group_scales = group_scales[0], None
-        return cls(
-            x, flat(weight.codes), flat(weight.scales), flat(weight.zeros), flat(weight.outer),
-            flat(weight.mins), flat(weight.outer_mins), row_scales, group_scales,
-        )  # fmt: skip
+        arrays = (flat(getattr(weight, name)) for name in ARRAYS[:-1])
+        return cls(x, *arrays, row_scales, group_scales)
 
     @property
     def present(self) -> dict[str, Any]:

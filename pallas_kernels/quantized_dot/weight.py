@@ -1,8 +1,9 @@
-"""QuantizedWeight: a weight matrix in 8 or 4 bits, its layouts in memory, and its quantisation."""
+"""QuantizedWeight: a weight matrix in 8 or 4 bits, a class for each layout in memory, and its quantisation."""
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,11 @@ FP4_NUMBERS = np.array((*FP4_VALUES, *(-value for value in FP4_VALUES)), np.floa
 # bit offsets of the inputs in a word of the layout "lanes": [chunks, quarters, words, neighbours, outputs]
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32).reshape(2, 4).T.reshape(1, 4, 1, 2, 1)
 ARRAYS = ("codes", "scales", "zeros", "outer", "mins", "outer_mins", "order")
+_STATIC = ["kind", "shape", "dtype", "activations", "divides"]
+_pytree = functools.partial(jax.tree_util.register_dataclass, data_fields=list(ARRAYS), meta_fields=_STATIC)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=list(ARRAYS), meta_fields=["kind", "layout", "shape", "dtype", "activations", "divides"],
-)
+@_pytree
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
     """Weights [..., out, in] in groups of neighbouring inputs. A group shares all fields but its codes.
@@ -45,25 +45,17 @@ class QuantizedWeight:
     A scale is `scales`, times (or divided by) `outer` if there is one; a min is `mins` times `outer_mins`. These
     are float32 multiplications, so that the numbers are those of the checkpoint's format.
 
-    Layouts. "out" is all axes of the shape but the last.
-    plain: one code a byte, [out, in]; all others [out, groups]. Checkpoint readers return it. No matmul takes it.
-    rows:  as plain, with two 4-bit codes a byte: uint8[out, in / 2]. Byte 32 * c + i holds input 64 * c + i in its low
-           4 bits, and input 64 * c + 32 + i in its high 4 bits.
-    tiles: for the native kernel on CPU. The outputs are in blocks of 16; the last block is padded with zeros. A tile
-           holds 4 neighbouring inputs of 16 outputs: byte 4 * o + i is of output o and input i.
-           codes int8[blocks, in / 4, 64], a tile each, or uint8[blocks, in / 8, 64], with even tiles in the low 4
-           bits and odd tiles in the high 4 bits. scales and mins float32[blocks, groups, 16], zeros uint8 of the same
-           shape.
-    lanes: for the kernel on TPU, where outputs are along a register's lanes. The inputs are a multiple of 128.
-           int8: codes int8[out, in]. int4: codes uint32[in / 8, out]. Word 16 * c + i holds the inputs
-           128 * c + 32 * q + 2 * i, for q = 0 to 3, in the bits from 4 * q on, and the next inputs in the bits from
-           16 + 4 * q on. scales, zeros and mins [groups, out]. int8 has mins in place of zeros.
+    Each layout in memory is a class. "out" is all axes of the shape but the last. This class is the layout "plain": one
+    code a byte, [out, in]; all others [out, groups]. Checkpoint readers return it. No matmul takes it. Its subclasses
+    are the other layouts.
 
     fp8 codes may be uint8, their bits. XLA on CPU converts all fp8 codes to float16 before it takes a slice: a program
     of Llama 3.1 8B had 15.4 GB of temporaries (JAX 0.10.2). Fields may be ShapeDtypeStructs, or numpy arrays on the
     host.
     """
 
+    layout: ClassVar[str] = "plain"
+    groups_axis: ClassVar[int] = -1  # of `scales`
     codes: Any
     scales: Any             # any float dtype, or integers with `outer`
     zeros: Any | None       # zero points: uint8 with int4, int8 with int8; None: 8 with int4, else 0
@@ -72,13 +64,15 @@ class QuantizedWeight:
     outer_mins: Any | None  # as `outer`
     order: Any | None       # int32[in]: codes at position i are for input order[i] of x; None: for i
     kind: str               # int8, int4, fp8 (e4m3fn) or fp4 (e2m1)
-    layout: str
     shape: tuple[int, ...]  # of the weights
     dtype: np.dtype         # of the weights before quantising, and of the activations
     # Rounding of x before a matmul. int8: to 8 bits, one scale per row. fp8: to e4m3, one scale per row and group of
     # the weights, which must be fp8. float: none
     activations: str = "int8"
     divides: bool = False   # scales are divided by `outer`
+
+    def __init_subclass__(cls) -> None:
+        _pytree(cls)
 
     @property
     def bits(self) -> int:
@@ -88,7 +82,7 @@ class QuantizedWeight:
     @property
     def groups(self) -> int:
         """Groups of an output."""
-        return self.scales.shape[{"tiles": 1, "lanes": 0}.get(self.layout, -1)]
+        return self.scales.shape[self.groups_axis]
 
     @property
     def group_size(self) -> int:
@@ -107,40 +101,37 @@ class QuantizedWeight:
 
     def select(self, indices: Int[Array, " rows"]) -> "QuantizedWeight":
         """The outputs with these indices, as a matrix in the layout "plain"."""
-        if self.layout == "tiles":
-            block, output = jnp.divmod(indices, OUTPUTS)
-            tiles = self.codes.reshape(self.codes.shape[0], -1, OUTPUTS, INPUTS)[block, :, output]
-            change = lambda _, array: array[block, :, output]  # noqa: E731
-        elif self.layout == "lanes":
-            tiles = self.codes[indices] if self.bits == 8 else self.codes[:, indices]
-            change = lambda _, array: array[:, indices].T  # noqa: E731
-        else:
-            tiles, change = self._matrix(self.codes)[indices], lambda _, array: self._matrix(array)[indices]
-        return self._plain(tiles, change, indices.shape[0])
+        return self._taken(lambda array, axis: array[(slice(None),) * axis + (indices,)], indices.shape[0])
 
     def slice(self, start: Int[Array, ""] | int, size: int) -> "QuantizedWeight":
-        """`size` outputs from `start`, as a matrix in the layout "plain". Not for the layout "tiles"."""
-        if self.layout == "lanes":
-            cut = lambda array, axis=1: jax.lax.dynamic_slice_in_dim(array, start, size, axis=axis)  # noqa: E731
-            return self._plain(cut(self.codes, int(self.bits == 4)), lambda _, array: cut(array).T, size)
-        cut = lambda array: jax.lax.dynamic_slice_in_dim(self._matrix(array), start, size)  # noqa: E731
-        return self._plain(cut(self.codes), lambda _, array: cut(array), size)
-
-    def matrix(self, index: Int[Array, ""] | int) -> "QuantizedWeight":
-        """One matrix [out, in] of weights [matrices, ..., in] in whole "tiles". index: clipped to the valid range."""
-        index = jnp.clip(index, 0, self.shape[0] - 1)
-        blocks, outputs = self.codes.shape[0] // self.shape[0], self.num_outputs // self.shape[0]
-        cut = lambda array: jax.lax.dynamic_slice_in_dim(array, index * blocks, blocks)  # noqa: E731
-        changed = {name: cut(array) for name in ARRAYS[:-1] if (array := getattr(self, name)) is not None}
-        return dataclasses.replace(self, shape=(outputs, self.shape[-1]), order=None, **changed)
+        """`size` outputs from `start`, as a matrix in the layout "plain"."""
+        return self._taken(lambda array, axis: lax.dynamic_slice_in_dim(array, start, size, axis), size)
 
     def plain(self) -> "QuantizedWeight":
         """The same weights in the layout "plain", with all outputs on one axis."""
-        if self.layout == "tiles":
-            return self._plain(self._by_output(self.codes), lambda _, a: self._by_output(a), self.num_outputs)
-        if self.layout == "lanes":
-            return self._plain(self.codes, lambda _, a: a.T, self.num_outputs)
-        return self._plain(self._matrix(self.codes), lambda _, a: self._matrix(a), self.num_outputs)
+        return self._taken(lambda array, _: array, self.num_outputs)
+
+    def insert(self, part: "QuantizedWeight", first: Int[Array, ""] | int) -> "QuantizedWeight":
+        """The weights with the outputs of `part` from `first`, a multiple of OUTPUTS, in place of theirs."""
+        return jax.tree.map(lambda to, array: lax.dynamic_update_slice_in_dim(to, array, first, 0), self, part)
+
+    def with_shape(self, shape: tuple[int, ...]) -> "QuantizedWeight":
+        """The weights with their outputs on the axes of `shape`. Arrays may be ShapeDtypeStructs."""
+
+        def on_axes(array: Any) -> Any:
+            to, described = (*shape[:-1], array.shape[-1]), isinstance(array, jax.ShapeDtypeStruct)
+            return jax.ShapeDtypeStruct(to, array.dtype) if described else array.reshape(to)
+
+        return self.changed(on_axes, shape=shape)
+
+    def changed(self, change: Callable[[Any], Any], **fields: Any) -> "QuantizedWeight":
+        """change(array) in place of every array but `order`, and these fields."""
+        made = jax.tree.map(change, dataclasses.replace(self, order=None))
+        return dataclasses.replace(made, **{"order": self.order, **fields})
+
+    def into(self, layout: type["QuantizedWeight"], **fields: Any) -> Any:
+        """A weight of another class, with these fields and otherwise the same ones."""
+        return layout(**(vars(self) | fields))
 
     def numbers(self) -> Float[Array, "*shape"]:
         """The weights in float32, inputs in the order of the codes. Only for the layout "plain"."""
@@ -153,7 +144,7 @@ class QuantizedWeight:
 
     def dequantize(self) -> Float[Array, "*shape"]:
         """The weights as numbers, in `dtype`, inputs in the order of the codes."""
-        plain = self if self.layout == "plain" else self.plain()
+        plain = self if type(self) is QuantizedWeight else self.plain()
         return plain.numbers().reshape(self.shape).astype(self.dtype)
 
     def in_order_of_inputs(self, numbers: Float[Array, "*lead in"]) -> Float[Array, "*lead in"]:
@@ -197,27 +188,19 @@ class QuantizedWeight:
             return self.scales_by_group() * jnp.asarray(plain.zeros).astype(jnp.float32).T
         return None
 
-    def _plain(self, codes: Any, change: Any, outputs: int) -> "QuantizedWeight":
-        """A matrix in the layout "plain". codes: the outputs' codes. change(name, array): the outputs' other arrays."""
-        others = {
-            name: change(name, array)
-            for name in ARRAYS[1:-1] if (array := getattr(self, name)) is not None
-        }  # fmt: skip
-        shape = (outputs, self.shape[-1])
-        return dataclasses.replace(
-            self, codes=self._one_a_byte(codes, outputs), shape=shape, layout="plain", order=None, **others
-        )
+    def _taken(self, take: Callable[[Any, int], Any], outputs: int) -> "QuantizedWeight":
+        """Some outputs, as a matrix in the layout "plain". take(array, axis): these outputs of an array."""
+        return self._plain(take(self._matrix(self.codes), 0), lambda array: take(self._matrix(array), 0), outputs)
+
+    def _plain(self, codes: Any, change: Callable[[Any], Any], outputs: int) -> "QuantizedWeight":
+        """A matrix in the layout "plain". codes: the outputs' codes. change(array): their part of another array."""
+        others = jax.tree.map(change, dataclasses.replace(self, codes=None, order=None))
+        codes = codes.reshape(outputs, -1) if self.bits == 8 else self._one_a_byte(codes, outputs)
+        return others.into(QuantizedWeight, codes=codes, shape=(outputs, self.shape[-1]))
 
     def _one_a_byte(self, codes: Array, outputs: int) -> Array:
-        if self.bits == 8 or self.layout == "plain":
-            return codes.reshape(outputs, -1)
-        if self.layout == "lanes":
-            words = codes.reshape(-1, 1, LANES // 8, 1, outputs)
-            return (words >> _SHIFTS & 15).astype(jnp.uint8).reshape(-1, outputs).T
-        half = INPUTS if self.layout == "tiles" else chunk_of(self.shape[-1]) // 2
-        pairs = codes.reshape(outputs, -1, 1, half)
-        # not `concatenate`: XLA on CPU does not fuse it, and 4-bit matmuls took 2 to 11 times as long
-        return (pairs >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(outputs, -1)
+        """4-bit codes in this layout, as [outputs, in] with one a byte."""
+        return codes.reshape(outputs, -1)
 
     @staticmethod
     def _scaled(array: Any, outer: Any, *, divides: bool) -> Array:
@@ -233,24 +216,166 @@ class QuantizedWeight:
         return (wide / factors).reshape(values.shape)
 
     def _matrix(self, array: Any) -> Any:
-        """[..., out, n] as [out, n]."""
+        """An array as [out, n]."""
         return array.reshape(self.num_outputs, array.shape[-1])
 
-    def _by_output(self, array: Any) -> Any:
-        """[blocks, n, 16 * m] as [out, n * m]."""
+
+class RowsWeight(QuantizedWeight):
+    """As the layout "plain", with two 4-bit codes a byte: uint8[out, in / 2].
+
+    Byte 32 * c + i holds input 64 * c + i in its low 4 bits, and input 64 * c + 32 + i in its high 4 bits.
+    """
+
+    layout = "rows"
+
+    @classmethod
+    def of(cls, plain: QuantizedWeight) -> "RowsWeight":
+        """Weights in the layout "plain", in this one."""
+        plain = jax.tree.map(jnp.asarray, plain)
+        codes = plain.codes
+        if plain.bits == 4:
+            pairs = codes.reshape(*codes.shape[:-1], -1, 2, chunk_of(plain.shape[-1]) // 2)
+            codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
+        return plain.into(cls, codes=codes)
+
+    def _one_a_byte(self, codes: Array, outputs: int) -> Array:
+        return _apart(codes, outputs, chunk_of(self.shape[-1]) // 2)
+
+
+class TilesWeight(QuantizedWeight):
+    """For the native kernel on CPU. The outputs are in blocks of 16; the last block is padded with zeros.
+
+    A tile holds 4 neighbouring inputs of 16 outputs: byte 4 * o + i is of output o and input i.
+    codes: int8[blocks, in / 4, 64], a tile each, or uint8[blocks, in / 8, 64], with even tiles in the low 4 bits and
+           odd tiles in the high 4 bits. scales and mins float32[blocks, groups, 16], zeros uint8 of the same shape.
+    """
+
+    layout = "tiles"
+    groups_axis = 1
+
+    @classmethod
+    def of(cls, plain: QuantizedWeight) -> "TilesWeight":
+        """Weights in the layout "plain", in this one. Raises ValueError if `refuse` refuses.
+
+        fp4 becomes int8: twice an fp4 number is an integer, with half the scale. So it takes 8 bits.
+        """
+        if (reason := cls.refuse(plain)) is not None:
+            raise ValueError(reason)
+        flat, scales = plain.plain(), plain.scales_by_group().T
+        codes = jnp.asarray(flat.codes)
+        if plain.kind == "fp4":
+            codes, scales = (2 * fp4_numbers(codes)).astype(jnp.int8), scales / 2
+        tiles = _blocks(codes, INPUTS)
+        if plain.kind == "int4":
+            pairs = tiles.reshape(tiles.shape[0], -1, 2, OUTPUTS * INPUTS)
+            tiles = pairs[:, :, 0] | pairs[:, :, 1] << 4
+        mins = flat.mins_by_group()
+        return plain.into(
+            cls, codes=tiles, scales=_blocks(scales, 1), outer=None, outer_mins=None,
+            zeros=None if flat.zeros is None or mins is not None else _blocks(jnp.asarray(flat.zeros), 1),
+            mins=None if mins is None else _blocks(mins.T, 1),
+            kind="int8" if plain.kind == "fp4" else plain.kind, activations="int8", divides=False,
+        )  # fmt: skip
+
+    @staticmethod
+    def refuse(plain: QuantizedWeight) -> str | None:
+        """Reason why weights in the layout "plain" cannot have this one; None if they can."""
+        if plain.kind not in ("int8", "int4", "fp4"):
+            return f"the codes are {plain.kind}: must be int8, int4 or fp4"
+        return refuse_group(plain.shape[-1], plain.group_size)
+
+    @staticmethod
+    def refuse_matrices(shape: tuple[int, ...]) -> str | None:
+        """Reason why matrices of weights [matrices, ..., in] share tiles; None if none do."""
+        outputs = int(np.prod(shape[1:-1]))
+        return None if outputs % OUTPUTS == 0 else f"a matrix has {outputs} outputs: must be a multiple of {OUTPUTS}"
+
+    def select(self, indices: Int[Array, " rows"]) -> QuantizedWeight:
+        block, output = jnp.divmod(indices, OUTPUTS)
+        tiles = self.codes.reshape(self.codes.shape[0], -1, OUTPUTS, INPUTS)[block, :, output]
+        return self._plain(tiles, lambda array: array[block, :, output], indices.shape[0])
+
+    def matrix(self, index: Int[Array, ""] | int) -> QuantizedWeight:
+        """One matrix [out, in] of weights [matrices, ..., in] in whole tiles. index: clipped to the valid range."""
+        index = jnp.clip(index, 0, self.shape[0] - 1)
+        blocks, outputs = self.codes.shape[0] // self.shape[0], self.num_outputs // self.shape[0]
+        cut = lambda array: lax.dynamic_slice_in_dim(array, index * blocks, blocks)  # noqa: E731
+        return self.changed(cut, shape=(outputs, self.shape[-1]), order=None)
+
+    def insert(self, part: QuantizedWeight, first: Int[Array, ""] | int) -> QuantizedWeight:
+        return super().insert(part, first // OUTPUTS)
+
+    def with_shape(self, shape: tuple[int, ...]) -> QuantizedWeight:
+        return dataclasses.replace(self, shape=shape)
+
+    def _one_a_byte(self, codes: Array, outputs: int) -> Array:
+        return _apart(codes, outputs, INPUTS)
+
+    def _matrix(self, array: Any) -> Any:  # from [blocks, n, 16 * m]
         blocks, count = array.shape[:2]
         tiles = array.reshape(blocks, count, OUTPUTS, -1)
         return tiles.swapaxes(1, 2).reshape(blocks * OUTPUTS, -1)[: self.num_outputs]
 
 
+class LanesWeight(QuantizedWeight):
+    """For the kernel on TPU, where outputs are along a register's lanes. The inputs are a multiple of 128.
+
+    int8: codes int8[out, in]. int4: codes uint32[in / 8, out]. Word 16 * c + i holds the inputs
+    128 * c + 32 * q + 2 * i, for q = 0 to 3, in the bits from 4 * q on, and the next inputs in the bits from 16 + 4 * q
+    on. scales, zeros and mins [groups, out]. int8 has mins in place of zeros.
+    """
+
+    layout = "lanes"
+    groups_axis = 0
+
+    @classmethod
+    def of(cls, plain: QuantizedWeight) -> "LanesWeight":
+        """Weights in the layout "plain", in this one. Raises ValueError if `refuse` refuses.
+
+        Scales and minima that have `outer` factors, or are not bfloat16, become float32.
+        """
+        if (reason := cls.refuse(plain)) is not None:
+            raise ValueError(reason)
+        flat = plain.plain()
+        codes, scales, mins = jnp.asarray(flat.codes), flat.scales_by_group(), flat.mins_by_group()
+        if plain.kind == "int4":
+            inputs = codes.T.astype(jnp.uint32).reshape(-1, 4, LANES // 8, 2, codes.shape[0])
+            codes = (inputs << _SHIFTS).sum((1, 3), dtype=jnp.uint32).reshape(-1, codes.shape[0])
+        if flat.scales.dtype == jnp.bfloat16 and flat.outer is None:
+            scales = scales.astype(jnp.bfloat16)
+        if mins is not None and flat.mins is not None and flat.mins.dtype == jnp.bfloat16 and flat.outer_mins is None:
+            mins = mins.astype(jnp.bfloat16)
+        zeros = None if flat.zeros is None or mins is not None else jnp.asarray(flat.zeros).T
+        return plain.into(
+            cls, codes=codes, scales=scales, zeros=zeros, mins=mins, outer=None, outer_mins=None, divides=False
+        )
+
+    @staticmethod
+    def refuse(plain: QuantizedWeight) -> str | None:
+        """Reason why weights in the layout "plain" cannot have this one; None if they can."""
+        if plain.kind not in ("int8", "int4"):
+            return f"the codes are {plain.kind}: must be int8 or int4"
+        inputs = plain.shape[-1]
+        return f"{inputs} inputs: must be a multiple of {LANES}" if inputs % LANES else None
+
+    def insert(self, part: QuantizedWeight, first: Int[Array, ""] | int) -> QuantizedWeight:
+        axis = lambda array: 0 if array.dtype == jnp.int8 else 1  # noqa: E731
+        return jax.tree.map(lambda to, a: lax.dynamic_update_slice_in_dim(to, a, first, axis(to)), self, part)
+
+    def with_shape(self, shape: tuple[int, ...]) -> QuantizedWeight:
+        return dataclasses.replace(self, shape=shape)
+
+    def _taken(self, take: Callable[[Any, int], Any], outputs: int) -> QuantizedWeight:
+        return self._plain(take(self.codes, int(self.bits == 4)), lambda array: take(array, 1).T, outputs)
+
+    def _one_a_byte(self, codes: Array, outputs: int) -> Array:
+        words = codes.reshape(-1, 1, LANES // 8, 1, outputs)
+        return (words >> _SHIFTS & 15).astype(jnp.uint8).reshape(-1, outputs).T
+
+
 def fp4_numbers(codes: Integer[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The numbers of fp4 codes, float32."""
     return jnp.asarray(FP4_NUMBERS)[codes.astype(jnp.int32)]
-
-
-def chunk_of(inputs: int) -> int:
-    """Inputs of a chunk of 4-bit codes in the layout "rows"."""
-    return next(size for size in (CHUNK, CHUNK // 2, CHUNK // 4, 2) if inputs % size == 0)
 
 
 def refuse_activations(weight: QuantizedWeight) -> str | None:
@@ -260,86 +385,7 @@ def refuse_activations(weight: QuantizedWeight) -> str | None:
     return None
 
 
-def refuse_tiles(weight: QuantizedWeight) -> str | None:
-    """Reason why weights in the layout "plain" cannot have the layout "tiles"; None if they can."""
-    if weight.kind not in ("int8", "int4", "fp4"):
-        return f"the codes are {weight.kind}: must be int8, int4 or fp4"
-    return refuse_group(weight.shape[-1], weight.group_size)
-
-
-def refuse_matrices(shape: tuple[int, ...]) -> str | None:
-    """Reason why matrices of weights [matrices, ..., in] share tiles in the layout "tiles"; None if none do."""
-    outputs = int(np.prod(shape[1:-1]))
-    return None if outputs % OUTPUTS == 0 else f"a matrix has {outputs} outputs: must be a multiple of {OUTPUTS}"
-
-
-def to_tiles(weight: QuantizedWeight) -> QuantizedWeight:
-    """Weights in the layout "plain", in the layout "tiles". Raises ValueError if `refuse_tiles` refuses.
-
-    fp4 becomes int8: twice an fp4 number is an integer, with half the scale. So it takes 8 bits.
-    """
-    if (reason := refuse_tiles(weight)) is not None:
-        raise ValueError(reason)
-    flat, scales = weight.plain(), weight.scales_by_group().T
-    codes = jnp.asarray(flat.codes)
-    if weight.kind == "fp4":
-        codes, scales = (2 * fp4_numbers(codes)).astype(jnp.int8), scales / 2
-    tiles = _blocks(codes, INPUTS)
-    if weight.kind == "int4":
-        pairs = tiles.reshape(tiles.shape[0], -1, 2, OUTPUTS * INPUTS)
-        tiles = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    mins = flat.mins_by_group()
-    return dataclasses.replace(
-        weight, codes=tiles, scales=_blocks(scales, 1), outer=None, outer_mins=None, layout="tiles",
-        zeros=None if flat.zeros is None or mins is not None else _blocks(jnp.asarray(flat.zeros), 1),
-        mins=None if mins is None else _blocks(mins.T, 1),
-        kind="int8" if weight.kind == "fp4" else weight.kind, activations="int8", divides=False,
-    )  # fmt: skip
-
-
-def to_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    """Weights in the layout "plain", in the layout "rows"."""
-    codes = jnp.asarray(weight.codes)
-    if weight.bits == 4:
-        half = chunk_of(weight.shape[-1]) // 2
-        pairs = codes.reshape(*codes.shape[:-1], -1, 2, half)
-        codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
-    others = {name: jnp.asarray(a) for name in ARRAYS[1:] if (a := getattr(weight, name)) is not None}
-    return dataclasses.replace(weight, codes=codes, layout="rows", **others)
-
-
-def refuse_lanes(weight: QuantizedWeight) -> str | None:
-    """Reason why weights in the layout "plain" cannot have the layout "lanes"; None if they can."""
-    if weight.kind not in ("int8", "int4"):
-        return f"the codes are {weight.kind}: must be int8 or int4"
-    inputs = weight.shape[-1]
-    return f"{inputs} inputs: must be a multiple of {LANES}" if inputs % LANES else None
-
-
-def to_lanes(weight: QuantizedWeight) -> QuantizedWeight:
-    """Weights in the layout "plain", in the layout "lanes". Raises ValueError if `refuse_lanes` refuses.
-
-    Scales and minima that have `outer` factors, or are not bfloat16, become float32.
-    """
-    if (reason := refuse_lanes(weight)) is not None:
-        raise ValueError(reason)
-    flat = weight.plain()
-    codes, scales, mins = jnp.asarray(flat.codes), flat.scales_by_group(), flat.mins_by_group()
-    if weight.kind == "int4":
-        inputs = codes.T.astype(jnp.uint32).reshape(-1, 4, LANES // 8, 2, codes.shape[0])
-        codes = (inputs << _SHIFTS).sum((1, 3), dtype=jnp.uint32).reshape(-1, codes.shape[0])
-    if flat.scales.dtype == jnp.bfloat16 and flat.outer is None:
-        scales = scales.astype(jnp.bfloat16)
-    if mins is not None and flat.mins is not None and flat.mins.dtype == jnp.bfloat16 and flat.outer_mins is None:
-        mins = mins.astype(jnp.bfloat16)
-    zeros = None if flat.zeros is None or mins is not None else jnp.asarray(flat.zeros).T
-    return dataclasses.replace(
-        weight, codes=codes, scales=scales, zeros=zeros, mins=mins, outer=None, outer_mins=None, layout="lanes",
-        divides=False,
-    )  # fmt: skip
-
-
-def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None = None) -> QuantizedWeight:
+def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None = None) -> TilesWeight:
     """Round weights [..., out, in] to 8 or 4 bits. The result has the layout "tiles".
 
     bits:       8: scale = largest magnitude / 127, zero = 0. 4: 16 levels, one of them 0, over a share of each
@@ -354,7 +400,7 @@ def quantize(weight: Float[Array, "*shape"], bits: int, group_size: int | None =
         raise ValueError(f"bits={bits}: must be 4 or 8")
     if (reason := refuse_group(inputs, group_size)) is not None:
         raise ValueError(reason)
-    return to_tiles(quantize_plain(weight, f"int{bits}", group_size))
+    return TilesWeight.of(quantize_plain(weight, f"int{bits}", group_size))
 
 
 def quantize_plain(weight: Float[Array, "*shape"], kind: str, group_size: int) -> QuantizedWeight:
@@ -362,8 +408,7 @@ def quantize_plain(weight: Float[Array, "*shape"], kind: str, group_size: int) -
     groups = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, group_size)
     codes, scales, zeros = {"int8": _eight_bits, "int4": _four_bits, "fp8": _floats}[kind](groups)
     return QuantizedWeight(
-        codes.reshape(weight.shape), scales, zeros, None, None, None, None, kind, "plain", weight.shape,
-        np.dtype(weight.dtype),
+        codes.reshape(weight.shape), scales, zeros, None, None, None, None, kind, weight.shape, np.dtype(weight.dtype),
     )  # fmt: skip
 
 
@@ -373,6 +418,18 @@ def refuse_group(inputs: int, group_size: int) -> str | None:
         accepted = f"must divide the {inputs} inputs, be a multiple of 16, and at most {MOST_INPUTS}"
         return f"group_size={group_size}: {accepted}"
     return None
+
+
+def chunk_of(inputs: int) -> int:
+    """Inputs of a chunk of 4-bit codes in the layout "rows"."""
+    return next(size for size in (CHUNK, CHUNK // 2, CHUNK // 4, 2) if inputs % size == 0)
+
+
+def _apart(codes: Array, outputs: int, half: int) -> Array:
+    """4-bit codes, one a byte. Of `half` bytes, the low halves are `half` codes, and the high halves the next."""
+    pairs = codes.reshape(outputs, -1, 1, half)
+    # not `concatenate`: XLA on CPU does not fuse it, and 4-bit matmuls took 2 to 11 times as long
+    return (pairs >> np.array([0, 4], np.uint8)[:, None] & 15).reshape(outputs, -1)
 
 
 def _blocks(array: Array, inputs: int) -> Array:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_blocks, expect_floats
 from pallas_kernels.platforms import Implementation, compiled_on, default_device, pick, takes_native, traced_platform
-from pallas_kernels.quantized_dot.weight import QuantizedWeight, refuse_activations, refuse_matrices
+from pallas_kernels.quantized_dot.weight import QuantizedWeight, TilesWeight, refuse_activations
 from pallas_kernels.quantized_grouped_dot import cpu, mosaic_tpu, reference, triton, xla
 
 
@@ -62,11 +62,11 @@ def quantized_grouped_dot(
     implementation refuses them.
     """
     expect_floats("x", x, "[blocks, rows, in]")
-    if weight.layout not in ("rows", "tiles", "lanes") or len(weight.shape) < 3 or weight.shape[-1] != x.shape[2]:
+    if weight.layout == "plain" or len(weight.shape) < 3 or weight.shape[-1] != x.shape[2]:
         found = f"weight {weight.shape} in the layout {weight.layout}"
         accepted = f"must be [matrices, ..., {x.shape[2]}] in the layout rows, tiles or lanes"
         raise ValueError(f"{found}: {accepted}, as x is {x.shape}")
-    if weight.layout == "tiles" and (reason := refuse_matrices(weight.shape)) is not None:
+    if isinstance(weight, TilesWeight) and (reason := weight.refuse_matrices(weight.shape)) is not None:
         raise ValueError(f"weight {weight.shape} in the layout tiles: {reason}")
     if (reason := refuse_activations(weight)) is not None:
         raise ValueError(f"weight {weight.shape}: {reason}")

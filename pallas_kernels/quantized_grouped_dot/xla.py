@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quantized_dot import xla
-from pallas_kernels.quantized_dot.weight import QuantizedWeight
+from pallas_kernels.quantized_dot.weight import QuantizedWeight, TilesWeight
 
 
 def quantized_grouped_dot(
@@ -19,7 +19,7 @@ def quantized_grouped_dot(
 
     def multiply_block(i: Array, out: Array) -> Array:
         rows = lax.dynamic_index_in_dim(x, i, keepdims=False)
-        if weight.layout == "tiles":
+        if isinstance(weight, TilesWeight):
             matrix = weight.matrix(matrix_of_block[i])
             product = xla.quantized_dot(rows, matrix, jnp.int32(rows.shape[0]), dtype=x.dtype)
         elif weight.activations == "fp8":

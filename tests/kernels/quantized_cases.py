@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import QuantizedWeight, quantized_dot
-from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, to_lanes, to_rows
+from pallas_kernels.quantized_dot.weight import PLAIN_DTYPES, LanesWeight, RowsWeight
 from tests.support.device_arrays import device_array
 
-rows_of = jax.jit(to_rows)  # one program; called alone, `to_rows` compiles one for each operation
-lanes_of = jax.jit(to_lanes)
+rows_of = jax.jit(RowsWeight.of)  # one program; called alone, `of` compiles one for each operation
+lanes_of = jax.jit(LanesWeight.of)
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BLOCKS = (np.array([2, 2, 0, 3, 1], np.int32), np.int32(4))  # matrix of each block, and the number of used blocks
@@ -50,8 +50,8 @@ class Case:
         return QuantizedWeight(
             make(shape, PLAIN_DTYPES[self.kind], low, high), scales(),
             make((*self.lead, groups), *zero) if self.zeros else None, outer() if self.outer else None,
-            scales() if self.mins else None, outer() if self.outer and self.mins else None, None, self.kind, "plain",
-            shape, np.dtype(self.dtype), self.activations, self.divides,
+            scales() if self.mins else None, outer() if self.outer and self.mins else None, None, self.kind, shape,
+            np.dtype(self.dtype), self.activations, self.divides,
         )  # fmt: skip
 
     def drawn(self) -> QuantizedWeight:
@@ -67,8 +67,8 @@ class Case:
     def shapes(self) -> QuantizedWeight:
         """In the layout "rows", of ShapeDtypeStructs."""
         weight = self.weight(lambda shape, dtype, *_: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
-        return jax.eval_shape(to_rows, weight) if weight.bits == 8 else dataclasses.replace(
-            weight, codes=jax.ShapeDtypeStruct((*self.lead, self.inputs // 2), jnp.uint8), layout="rows"
+        return jax.eval_shape(RowsWeight.of, weight) if weight.bits == 8 else weight.into(
+            RowsWeight, codes=jax.ShapeDtypeStruct((*self.lead, self.inputs // 2), jnp.uint8)
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.runtime.targets import TARGETS
-from pallas_kernels import quantized_dot
+from pallas_kernels import QuantizedWeight, quantized_dot
 from pallas_kernels.quantized_dot import reference, triton, triton_codes, xla
 from pallas_kernels.quantized_dot.tiling import Tiling
 from tests.kernels.fake_devices import device_like, gpu
@@ -226,7 +226,7 @@ def test_refuses(case, dtype, device, message):
     x = jax.ShapeDtypeStruct((3, case.inputs), jnp.dtype(dtype))
     reason = triton.refuse(device, x, case.shapes(), x.dtype)
     assert (reason is None) if message is None else re.search(message, reason)
-    plain = dataclasses.replace(case.shapes(), layout="plain")
+    plain = case.shapes().into(QuantizedWeight)
     assert "not plain" in triton.refuse(device, x, plain, x.dtype)
 
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.runtime.targets import TARGETS
 from pallas_kernels.quantized_dot import mosaic_gpu
-from pallas_kernels.quantized_dot.weight import to_rows
+from pallas_kernels.quantized_dot.weight import RowsWeight
 from tests.kernels.fake_devices import gpu
 from tests.kernels.machine_code import compile_for, mosaic_kernel, tool
 from tests.kernels.quantized_cases import Case, call_of, numbers_of, rounded_to_fp8
@@ -46,7 +46,7 @@ def kernel(x, weight, count, *options):
 )
 def test_matches_float64(rows, case):
     x, plain = drawn(rows, case)
-    weight = to_rows(plain)
+    weight = RowsWeight.of(plain)
     wanted = rounded_to_fp8(x, weight.groups) @ numbers_of(plain).T
     got = kernel(x, weight, jnp.int32(rows))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
@@ -57,7 +57,7 @@ def test_matches_float64(rows, case):
 def test_the_interpreter_finds_no_race(capsys):
     """Between the copies and the reads of scales. Reads of a product are not compared: the detector ignores them."""
     x, plain = drawn(64, Case("fp8", 768, 128, outputs=128, activations="fp8"))
-    kernel(x, to_rows(plain), jnp.int32(64), plgpu.InterpretGPUParams(detect_races=True))
+    kernel(x, RowsWeight.of(plain), jnp.int32(64), plgpu.InterpretGPUParams(detect_races=True))
     assert "RACE" not in capsys.readouterr().out
 
 
@@ -65,7 +65,7 @@ def test_the_interpreter_finds_no_race(capsys):
 @pytest.mark.slow
 def test_bits_of_a_row_do_not_depend_on_the_others():
     x, plain = drawn(140, BLOCKS)
-    weight = to_rows(plain)
+    weight = RowsWeight.of(plain)
     whole = kernel(x, weight, jnp.int32(140))
     np.testing.assert_array_equal(kernel(x[75:76], weight, jnp.int32(1)), whole[75:76])
     needed = kernel(x.at[7:].set(jnp.nan), weight, jnp.int32(7))

@@ -1,6 +1,5 @@
 """quantized_dot for TPU: numbers in interpret mode against float64, and programs compiled for a v5e."""
 
-import dataclasses
 import functools
 import re
 import types
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import quantized_dot
+from pallas_kernels import QuantizedWeight, quantized_dot
 from pallas_kernels.quantized_dot import mosaic_tpu, xla
 from pallas_kernels.quantized_dot.mosaic_tpu import Tiling
 from tests.kernels.lowering import lower_for
@@ -127,7 +126,7 @@ def test_refuses(case, dtype, platform, message):
     x, weight = jax.ShapeDtypeStruct((3, case.inputs), jnp.dtype(dtype)), shapes_of(case)
     reason = mosaic_tpu.refuse(device(platform), x, weight, x.dtype)
     assert (reason is None) if message is None else message in reason
-    assert "layout" in mosaic_tpu.refuse(device(), x, dataclasses.replace(weight, layout="plain"), x.dtype) or (
+    assert "layout" in mosaic_tpu.refuse(device(), x, weight.into(QuantizedWeight), x.dtype) or (
         case.kind == "fp8"
     )
 

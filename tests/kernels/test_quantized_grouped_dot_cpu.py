@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantize, quantized_grouped_dot
-from pallas_kernels.quantized_dot.weight import quantize_plain, to_tiles
+from pallas_kernels.quantized_dot.weight import TilesWeight, quantize_plain
 from pallas_kernels.quantized_grouped_dot import cpu
 from tests.kernels.integer_matmul import oracle, product, quantize_in_program
 from tests.support.device_arrays import device_array
@@ -91,7 +91,7 @@ def test_all_kinds_of_tiles(kind):
         numbers, codes = rng.standard_normal((3, 32, 128)).astype(np.float32), rng.integers(0, 16, (3, 32, 128))
 
         def fp4_tiles(numbers, codes):
-            return to_tiles(dataclasses.replace(quantize_plain(numbers, "int8", 32), codes=codes, kind="fp4"))
+            return TilesWeight.of(dataclasses.replace(quantize_plain(numbers, "int8", 32), codes=codes, kind="fp4"))
 
         weight = jax.jit(fp4_tiles)(numbers, codes.astype(np.uint8))
     given = (np.array([2, 0, 1], np.int32), np.int32(3), np.full(3, 8, np.int32))

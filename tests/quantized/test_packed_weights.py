@@ -12,12 +12,12 @@ from jpaged.config import EngineConfig
 from jpaged.loading import load_model, source
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.models import quantization
-from jpaged.models.quantization import SCHEMES, Quantizer, quantized_parts, with_shape
+from jpaged.models.quantization import SCHEMES, Quantizer, quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
 from jpaged.runtime.memory.plan import tree_bytes
 from pallas_kernels import QuantizedWeight, quantized_dot
-from pallas_kernels.quantized_dot.weight import quantize_plain, to_lanes, to_rows, to_tiles
+from pallas_kernels.quantized_dot.weight import LanesWeight, RowsWeight, TilesWeight, quantize_plain
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.support.dense_leaves import dense
 
@@ -59,7 +59,7 @@ def plain(kind, outputs=40, inputs=192, group=32):
                 numbers = numbers - by_group(fields["mins"]) * wide(fields["outer_mins"])
     stored = {"minima": "int4", "two levels": "int4", "divided": "int4"}.get(kind, kind)
     weight = QuantizedWeight(
-        codes, scales, kind=stored, layout="plain", shape=(outputs, inputs), dtype=np.dtype(np.float32),
+        codes, scales, kind=stored, shape=(outputs, inputs), dtype=np.dtype(np.float32),
         activations="float", divides=kind == "divided", **fields,
     )  # fmt: skip
     return weight, numbers
@@ -71,7 +71,7 @@ def plain(kind, outputs=40, inputs=192, group=32):
 def test_numbers_and_products_of_every_kind(kind):
     weight, numbers = plain(kind)
     limit = 1e-6 * np.abs(numbers).max()
-    rows = to_rows(weight)
+    rows = RowsWeight.of(weight)
     for one in (weight, rows):
         np.testing.assert_allclose(np.asarray(one.dequantize(), np.float64), numbers, atol=limit, rtol=0)
     ids = jnp.array([3, 39, 0, 77])
@@ -92,7 +92,7 @@ def test_tiles_of_every_kind(kind):
         zeros = RNG.integers(-100, 100, weight.scales.shape).astype(np.int8)
         weight = dataclasses.replace(weight, zeros=zeros)
         numbers = numbers - np.repeat(np.float64(weight.scales) * zeros, 32, 1)
-    tiles = to_tiles(weight)
+    tiles = TilesWeight.of(weight)
     np.testing.assert_allclose(tiles.dequantize(), numbers, atol=2e-6 * np.abs(numbers).max(), rtol=0)
     x = jnp.asarray(RNG.standard_normal((21, 192)), jnp.float32)
     most = np.abs(np.asarray(x)).max(1, keepdims=True)
@@ -112,7 +112,7 @@ def test_lanes_of_every_kind(kind):
         zeros = RNG.integers(-100, 100, weight.scales.shape).astype(np.int8)
         weight = dataclasses.replace(weight, zeros=zeros)
         numbers = numbers - np.repeat(np.float64(weight.scales) * zeros, 32, 1)
-    lanes = to_lanes(weight)
+    lanes = LanesWeight.of(weight)
     limit = {"rtol": 0, "atol": 2e-6 * np.abs(numbers).max()}
     assert (lanes.groups, lanes.group_size, lanes.num_outputs) == (8, 32, 40)
     np.testing.assert_allclose(lanes.dequantize(), numbers, **limit)
@@ -134,13 +134,13 @@ def test_a_matrix_that_is_quantised_in_parts(monkeypatch):
 def test_an_order_of_inputs():
     weight, numbers = plain("int4")
     order = RNG.permutation(192).astype(np.int32)
-    rows = to_rows(dataclasses.replace(weight, order=order))
+    rows = RowsWeight.of(dataclasses.replace(weight, order=order))
     natural = np.empty_like(numbers)
     natural[:, order] = numbers
     x = jnp.asarray(RNG.standard_normal((8, 192)), jnp.float32)
     np.testing.assert_allclose(np.asarray(quantized_dot(x, rows, 8)), x @ natural.T, atol=2e-3)
     np.testing.assert_allclose(np.asarray(rows.rows(jnp.arange(4))), natural[:4], atol=1e-4)
-    tiles = to_tiles(dataclasses.replace(weight, order=order))
+    tiles = TilesWeight.of(dataclasses.replace(weight, order=order))
     rounded = np.asarray(quantized_dot(x, tiles, 8))
     assert 0 < np.abs(rounded - x @ natural.T).max() < 0.02 * np.abs(rounded).max()
 
@@ -236,12 +236,12 @@ def test_layouts_by_platform():
         assert (placed.layout, placed.activations) == expected
         assert quantizer.packed_shape("qkv", integers) == jax.tree.map(_shape, placed)
         fast = (platform, activations) == ("cpu", "auto")  # there they are dequantised
-        uneven = with_shape(integers, (5, 8, 256))  # no tile has outputs of two experts
+        uneven = integers.with_shape((5, 8, 256))  # no tile has outputs of two experts
         for name, weight in (("qkv", floats), ("expert_down", floats), ("expert_down", uneven)):
             placed = quantizer.packed(name, weight)
             assert isinstance(placed, jax.Array) if fast else placed.layout == "rows"
             assert quantizer.packed_shape(name, weight) == jax.tree.map(_shape, placed)
-        whole = with_shape(plain("int4", outputs=48, inputs=256)[0], (3, 16, 256))
+        whole = plain("int4", outputs=48, inputs=256)[0].with_shape((3, 16, 256))
         assert quantizer.packed("qkv", whole).layout == expected[0]
         assert quantizer.packed("expert_down", whole).layout == ("rows" if platform == "tpu" else expected[0])
     for platform in ("cpu", "gpu", "tpu"):

@@ -41,9 +41,7 @@ def params_of(option):
             return leaf
         scales = jax.ShapeDtypeStruct((*leaf.shape[:-1], leaf.shape[-1] // 128), leaf.dtype)
         codes = jax.ShapeDtypeStruct(leaf.shape, np.uint8)
-        plain = QuantizedWeight(
-            codes, scales, None, None, None, None, None, "int4", "plain", leaf.shape, leaf.dtype, "float"
-        )  # fmt: skip
+        plain = QuantizedWeight(codes, scales, None, None, None, None, None, "int4", leaf.shape, leaf.dtype, "float")
         return Quantizer(platform="tpu").packed_shape(name, plain)
 
     layers = tuple({name: packed(name, leaf) for name, leaf in layer.items()} for layer in shapes["layers"])

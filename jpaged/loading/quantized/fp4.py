@@ -130,7 +130,7 @@ def mxfp4_shape(packed: Sequence[int]) -> QuantizedWeight:
 def _weight(codes: Any, scales: Any) -> QuantizedWeight:
     return QuantizedWeight(
         codes=codes, scales=scales, zeros=None, outer=None, mins=None, outer_mins=None, order=None, kind="fp4",
-        layout="plain", shape=tuple(codes.shape), dtype=_BF16, activations="float",
+        shape=tuple(codes.shape), dtype=_BF16, activations="float",
     )  # fmt: skip
 
 

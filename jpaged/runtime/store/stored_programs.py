@@ -184,27 +184,22 @@ def _register_trees() -> None:
             serialize_auxdata=lambda values: json.dumps(values).encode(),
             deserialize_auxdata=lambda data: tuple(json.loads(data)),
         )
-    export.register_pytree_node_serialization(
-        JoinedWeight,
-        serialized_name="jpaged.JoinedWeight",
-        serialize_auxdata=lambda values: json.dumps(values).encode(),
-        deserialize_auxdata=lambda data: tuple(json.loads(data)),
-    )
-    export.register_pytree_node_serialization(
-        QuantizedWeight,
-        serialized_name="jpaged.QuantizedWeight",
-        serialize_auxdata=lambda values: json.dumps([*values[:3], values[3].name, *values[4:]]).encode(),
-        deserialize_auxdata=_quantized_auxdata,
-    )
+    for layout in (QuantizedWeight, *QuantizedWeight.__subclasses__()):
+        export.register_pytree_node_serialization(
+            layout,
+            serialized_name=f"jpaged.{layout.__name__}",
+            serialize_auxdata=lambda values: json.dumps([*values[:2], values[2].name, *values[3:]]).encode(),
+            deserialize_auxdata=_quantized_auxdata,
+        )
 
 
 def _quantized_auxdata(data: bytes) -> tuple[Any, ...]:
     """The static fields of a QuantizedWeight."""
-    kind, layout, shape, dtype, *others = json.loads(data)
-    return kind, layout, tuple(shape), jax.numpy.dtype(dtype), *others
+    kind, shape, dtype, *others = json.loads(data)
+    return kind, tuple(shape), jax.numpy.dtype(dtype), *others
 
 
-_TREES = (DeviceState, SamplingState, KVPages)
+_TREES = (DeviceState, SamplingState, KVPages, JoinedWeight)
 _register_trees()
 
 
