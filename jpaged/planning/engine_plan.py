@@ -1,0 +1,127 @@
+"""An engine's plan: its use of device memory, as data.
+
+Imported late: `size_text`, because `jpaged.planning` is imported without JAX.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jpaged.runtime.memory.plan import MemoryPlan
+    from jpaged.runtime.prediction.roofline import Roofline
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table of bytes."""
+
+    name: str
+    num_bytes: int
+    note: str = ""
+    parts: tuple["Row", ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Temporaries:
+    """Device memory that the largest program allocates while it runs."""
+
+    num_bytes: int
+    measured: bool  # True: read from the compiled program. False: estimated from the shapes
+    program: str    # the program with the most temporaries
+    how: str        # kind of device that it was compiled for, or the reason for the estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginePlan:
+    """Memory use of an engine on one device, and the number of requests that fit."""
+
+    model: str
+    dtype: str
+    kv_dtype: str  # of the KV pages
+    device: str
+    device_bytes: int | None  # None: CPU, or a back end that does not report it
+    taken_bytes: int          # in use by other programs
+    usable_bytes: int | None  # limit of bytes in use that the options set, including taken_bytes
+    weight_kinds: dict[str, dict[str, int]]  # part -> kind of stored numbers -> bytes: `memory.weight_kinds`
+    temporaries: Temporaries
+    memory: "MemoryPlan | None"            # None: the engine does not fit
+    problem: str | None                    # the engine's error message if it does not fit
+    largest_max_model_len: int | None      # largest that fits, whatever the option says; None: not one block fits
+    requests: tuple[tuple[int, int], ...]  # (tokens of a request, number of such requests that run at once)
+    memory_is_capped: bool                 # kv_cache_memory_bytes is set
+    host_blocks: int                       # blocks that fit into swap_space
+    roofline: "Roofline | None" = None     # predicted times of the programs, if asked for
+    format: str | None = None              # quant_method of the checkpoint; None: it is not quantised
+    num_devices: int = 1                   # devices of one pipeline stage; all bytes are for one device
+    num_parts: int = 1                     # shards of the weights and of the pages
+    whole_bytes: int = 0                   # bytes of weights that are replicated on every device
+    stage: tuple[int, int] = (0, 1)        # (index, number of stages): the fullest stage, which this plan describes
+    num_layers: int = 0                    # layers of this stage
+
+    @property
+    def weight_parts(self) -> dict[str, int]:
+        """Bytes of the weights by part."""
+        return {part: sum(kinds.values()) for part, kinds in self.weight_kinds.items()}
+
+    @property
+    def least_devices(self) -> int:
+        """Smallest tensor_parallel_size with which devices of this kind can hold the weights alone. 1 on CPU."""
+        if self.usable_bytes is None:
+            return 1
+        room = max(1, self.usable_bytes - self.taken_bytes - self.whole_bytes)
+        return max(1, -(-(self.weight_bytes - self.whole_bytes) * self.num_parts // room))
+
+    @property
+    def is_dequantised(self) -> bool:
+        """True if the checkpoint is quantised, but this device stores all weights dequantised."""
+        return self.format is not None and not any("scales" in kinds for kinds in self.weight_kinds.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(self.weight_parts.values())
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table of bytes. On an accelerator the rows add up to its memory, if the engine fits."""
+        parts = tuple(Row(part, sum(kinds.values()), self._note(kinds)) for part, kinds in self.weight_kinds.items())
+        note = self.dtype
+        if self.num_parts > 1:
+            share = f"{self.whole_bytes / 2**20:,.1f} MiB on every device, the rest split over {self.num_parts}"
+            note = f"{self.dtype}; {share}"
+        rows = [Row("weights", self.weight_bytes, note, parts)]
+        how = "measured" if self.temporaries.measured else "ESTIMATED"
+        of = f"of the largest program ({self.temporaries.program}), {how}"
+        rows.append(Row("temporaries", self.temporaries.num_bytes, of))
+        plan = self.memory
+        if plan is not None:
+            limits = plan.limits
+            tables = len(limits.kv_groups.windows)
+            each = f"{limits.max_num_seqs} rows, {tables} block table{'s'[: tables - 1]} of {limits.width:,} each"
+            rows.append(Row("request table", plan.table_bytes, each))
+            blocks = f"{plan.num_blocks:,} blocks of {limits.block_size} tokens, {plan.block_bytes:,} bytes each"
+            blocks += "" if self.kv_dtype == self.dtype else f", {self.kv_dtype}"
+            rows.append(Row("KV pool", plan.kv_bytes, blocks))
+        if self.device_bytes is None or self.usable_bytes is None:
+            return rows
+        if self.taken_bytes:
+            rows.append(Row("taken by others", self.taken_bytes, "before the engine"))
+        if plan is not None:
+            left = self.usable_bytes - sum(row.num_bytes for row in rows)
+            capped = self.memory_is_capped
+            why = "kv_cache_memory_bytes caps the pool" if capped else "the number of blocks is rounded down"
+            if not capped and self.kv_dtype != self.dtype and left > plan.kv_bytes // 8:
+                why = "the kernels address at most 2 GiB of 8-bit keys and values a layer"
+            rows.append(Row("left over", left, why))
+        kept = self.device_bytes - self.usable_bytes
+        rows.append(Row("kept free", kept, "what gpu_memory_utilization leaves"))
+        return rows
+
+    def _note(self, kinds: Mapping[str, int]) -> str:
+        """List a part's kinds of numbers with their sizes. Empty if all have the model's dtype."""
+        from jpaged.runtime.memory.plan import size_text
+
+        if kinds.keys() == {self.dtype}:
+            return ""
+        return ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items())
