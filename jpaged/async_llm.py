@@ -198,7 +198,7 @@ class AsyncLLM(EngineAccess):
         scores = any(request.output.prompt_logprobs is not None for request in request_group.requests)
         while not engine_thread.runner.can_run(sampler, scores=scores):
             await asyncio.sleep(PROGRAMS_SECONDS)
-            engine_thread.check_open()
+            engine_thread.commands.check_open()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their generators yield a last output with finish_reason 'abort'. Unknown ids are ignored."""

@@ -91,20 +91,20 @@ class EngineThreads:
         Of the rest, unhealthy engines are excluded, if others are healthy.
         """
         self._check_open(among)
-        chosen = [index for index in among if self.threads[index].is_open] or [among[0]]
-        chosen = [index for index in chosen if self.threads[index].has_room(num_tokens)] or chosen
+        chosen = [index for index in among if self.threads[index].commands.is_open] or [among[0]]
+        chosen = [index for index in chosen if self.threads[index].arrivals.has_room(num_tokens)] or chosen
         chosen = [index for index in chosen if self.threads[index].is_preferred] or chosen
         loads = [math.inf] * len(self.threads)
         for index in chosen:
-            loads[index] = self.threads[index].num_requests
+            loads[index] = self.threads[index].arrivals.num_requests
         return loads
 
     def check_room(self, num_tokens: int = 0) -> None:
         """Raise CapacityError if no queue has room for `num_tokens` tokens, EngineError if all engines have ended."""
         self.check_open()
         generating = self.threads[self.num_prefill :]
-        if not any(thread.is_open and thread.has_room(num_tokens) for thread in generating):
-            next((thread for thread in generating if thread.is_open), generating[0]).check_room(num_tokens)
+        if not any(thread.commands.is_open and thread.arrivals.has_room(num_tokens) for thread in generating):
+            next((thread for thread in generating if thread.commands.is_open), generating[0]).check_room(num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""
@@ -156,8 +156,8 @@ class EngineThreads:
 
     def _check_open(self, among: range) -> None:
         """Raise EngineError when none of these engines is open."""
-        if not any(self.threads[index].is_open for index in among):
-            self.threads[among[0]].check_open()
+        if not any(self.threads[index].commands.is_open for index in among):
+            self.threads[among[0]].commands.check_open()
 
     def check_health(self) -> None:
         """Raise EngineError when one engine is not healthy, as `EngineThread.check_health`."""

@@ -328,7 +328,7 @@ def test_a_request_that_the_engine_refuses_fails_alone(
         prompts = [[1], [13], [2], [13], [3]]
         answers = await asyncio.gather(*(collect(engine, prompt, GREEDY) for prompt in prompts), return_exceptions=True)
         assert not engine._streams
-        assert not engine._engine_thread._live
+        assert not engine._engine_thread._requests.live
         with pytest.raises(type(error)):
             await collect(engine, [13], GREEDY, "same id")
         assert (await collect(engine, [5], GREEDY, "same id"))[-1].outputs[0].token_ids == alone([5], 6, 97)
@@ -483,7 +483,7 @@ async def until_unhealthy(engine: AsyncLLM) -> None:
 
 @pytest.fixture
 def soon_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.03)
+    monkeypatch.setattr("jpaged.frontend.engine_turns.CHECK_AFTER_SECONDS", 0.03)
 
 
 @pytest.mark.usefixtures("soon_checked")
@@ -526,7 +526,7 @@ def test_integrity_is_checked_once_after_work_and_not_while_requests_run(
         await collect(engine, [1], GREEDY)
         await asyncio.sleep(0.1)
         assert checks == [False]  # not again within CHECK_EVERY_SECONDS
-        monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_EVERY_SECONDS", 0.01)
+        monkeypatch.setattr("jpaged.frontend.engine_turns.CHECK_EVERY_SECONDS", 0.01)
         await collect(engine, [1], GREEDY)
         await until(lambda: len(checks) == 2)
         await asyncio.sleep(0.1)

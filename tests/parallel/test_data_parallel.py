@@ -272,7 +272,7 @@ def test_after_a_failed_step_the_other_engine_is_preferred(make, monkeypatch):
             await engine.check_health()
         assert (await collect(engine, [1] * 40))[-1].finished
         assert engine.stats(1).finished_requests == 1
-        monkeypatch.setattr("jpaged.frontend.engine_thread.RETRY_SECONDS", 0)
+        monkeypatch.setattr("jpaged.frontend.engine_turns.RETRY_SECONDS", 0)
         assert (await collect(engine, [1] * 40))[-1].finished
         assert engine.stats(0).finished_requests == 3
         await engine.check_health()
@@ -331,7 +331,8 @@ def test_the_queue_is_full_when_those_of_all_engines_are(make):
             A step may have no tokens left for a prompt, which then waits although a row is free, and fills the queue.
             The next request would be refused. The queue looks full until the step after the next.
             """
-            each, room = [engine.stats(i) for i in (0, 1)], any(t.has_room(40) for t in engine._engine_thread.threads)
+            each = [engine.stats(i) for i in (0, 1)]
+            room = any(thread.arrivals.has_room(40) for thread in engine._engine_thread.threads)
             settled = all(stats.num_waiting == 0 or stats.num_running == rows for stats in each)
             arrived = sum(stats.num_running + stats.num_waiting for stats in each)
             return settled and arrived == count and room == (count < 2 * rows + 2)

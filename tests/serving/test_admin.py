@@ -216,7 +216,7 @@ def test_disconnects_at_any_moment_free_all_blocks(real, served):
 
 
 def test_health_fails_after_a_failed_integrity_check(real, served, monkeypatch):
-    monkeypatch.setattr("jpaged.frontend.engine_thread.CHECK_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr("jpaged.frontend.engine_turns.CHECK_AFTER_SECONDS", 0.02)
     real.engine.scheduler.manager.pool._ref_counts[1999] += 1
     body = {"prompt": [4, 5], "max_tokens": 2}
     httpx.post(f"{served}/v1/completions", json=body, headers={"Authorization": "Bearer talk"})

@@ -1,0 +1,83 @@
+"""The requests of an engine's thread, and the way of their outputs to the event loops of their readers.
+
+Called by: `EngineLoop`, `EngineTurns` and `PauseControl`, on the engine's thread. Other threads only read its size.
+Owns: the stream of each request, and the requests that wait outside of the engine because it is paused.
+Never: runs a step, or waits for a reader.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+
+from jpaged.engine.engine import Engine, Output
+from jpaged.errors import CapacityError, JPagedError, RequestError
+from jpaged.frontend.commands import Add
+from jpaged.frontend.output_stream import OutputStream
+
+
+class LiveRequests:
+    """Requests that wait or run.
+
+    live: streams of all requests, by request id.
+    held: requests that arrived while the engine is paused, by request id. The engine does not know them.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.live: dict[str, OutputStream] = {}
+        self.held: dict[str, Add] = {}
+
+    def begin(self, add: Add, *, hold: bool) -> None:
+        """Add a request whose room in the queue is checked. hold: do not add it to the engine yet."""
+        self.live[add.request_group.request_id] = add.stream
+        if hold:
+            self.held[add.request_group.request_id] = add
+        else:
+            self._add(add)
+
+    def add_held(self) -> None:
+        """Add the held requests to the engine."""
+        held, self.held = self.held, {}
+        for add in held.values():
+            self._add(add)
+
+    def abort(self, request_id: str) -> None:
+        """End a request. An id that is not in use is ignored."""
+        if held := self.held.pop(request_id, None):
+            self._add(held)
+        self.post((output.request_id, output) for output in self._engine.abort([request_id]))
+
+    def abort_all(self) -> None:
+        """End all requests that the engine has: all but the held ones."""
+        running = [request_id for request_id in self.live if request_id not in self.held]
+        self.post((output.request_id, output) for output in self._engine.abort(running))
+
+    def _add(self, add: Add) -> None:
+        try:
+            self._engine.add(add.request_group)
+        except (RequestError, CapacityError) as error:  # concerns this request only
+            self.post([(add.request_group.request_id, error)])
+
+    def post(self, results: Iterable[tuple[str, Output | JPagedError]]) -> None:
+        """Send outputs and errors, each with its request id, to their streams. Makes one call per event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Output | JPagedError]]] = defaultdict(list)
+        for request_id, result in results:
+            stream = self.live[request_id]
+            if isinstance(result, JPagedError) or result.finished:
+                del self.live[request_id]
+            by_loop[stream.loop].append((stream, result))
+        for loop, pairs in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(put_all, pairs)
+            except RuntimeError:  # the loop is closed, so its generators have no reader
+                gone = [request_id for request_id, stream in self.live.items() if stream.loop is loop]
+                self._engine.abort(gone)
+                for request_id in gone:
+                    del self.live[request_id]
+                    self.held.pop(request_id, None)
+
+
+def put_all(pairs: list[tuple[OutputStream, Output | JPagedError]]) -> None:
+    """Put outputs and errors into their streams. Called on the event loop of the streams."""
+    for stream, result in pairs:
+        stream.put(result)
