@@ -37,9 +37,9 @@ class LiveRequests:
 
     def add_held(self) -> None:
         """Add the held requests to the engine."""
-        held, self.held = self.held, {}
-        for add in held.values():
-            self._add(add)
+        for request_id in tuple(self.held):
+            if add := self.held.pop(request_id, None):  # None: `post` found its event loop closed
+                self._add(add)
 
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""

@@ -147,6 +147,26 @@ def test_wait_lets_running_requests_finish(engine):
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
+def test_held_requests_of_a_closed_loop_are_dropped(engine, monkeypatch):
+    """The engine refuses the first request, and its loop is closed. The second would run without a reader."""
+    loop, add, calls = asyncio.new_event_loop(), engine.engine.add, []
+
+    def refuse_first(request_group):
+        calls.append(request_group)
+        if len(calls) == 1:
+            raise CapacityError("full")
+        add(request_group)
+
+    loop.run_until_complete(engine.pause_generation())
+    tasks = [loop.create_task(last(engine, [i, 7], SHORT)) for i in (1, 2)]
+    loop.run_until_complete(until(lambda: len(engine._engine_thread._requests.held) == 2))
+    loop.close()
+    monkeypatch.setattr(engine.engine, "add", refuse_first)
+    asyncio.run(engine.resume_generation())
+    assert asyncio.run(last(engine, [3, 7], SHORT)).token_ids == alone([3, 7], 4, 97)
+    assert len(calls) == len(tasks)  # the first, and the new request
+
+
 def test_a_paused_engine_can_be_closed(engine, runner):
     async def main() -> None:
         tasks = await started(engine, 2)
