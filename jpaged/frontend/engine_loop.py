@@ -6,6 +6,7 @@ Never: is called from another thread.
 """
 
 import contextlib
+import dataclasses
 import logging
 from concurrent.futures import InvalidStateError
 
@@ -20,26 +21,23 @@ from jpaged.frontend.pause_control import PauseControl
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoop:
     """Carries out commands and steps, until the engine is closed or fails."""
 
-    def __init__(
-        self, engine: Engine, commands: CommandQueue, requests: LiveRequests, arrivals: Arrivals, turns: EngineTurns,
-        pauses: PauseControl,
-    ):  # fmt: skip
-        self._engine = engine
-        self._commands = commands
-        self._requests = requests
-        self._arrivals = arrivals
-        self._turns = turns
-        self._pauses = pauses
+    engine: Engine
+    commands: CommandQueue
+    requests: LiveRequests
+    arrivals: Arrivals
+    turns: EngineTurns
+    pauses: PauseControl
 
     def run(self) -> None:
         """Carry out commands and step. Then end all requests, and close the engine."""
         try:
             self._end(self._serve())
         finally:
-            self._engine.close()
+            self.engine.close()
 
     def _serve(self) -> EngineError | None:
         """Carry out commands and step, until `close` or until the engine fails. Returns the failure.
@@ -49,13 +47,13 @@ class EngineLoop:
         try:
             while self._carry_out_commands():
                 if self._can_step:
-                    self._turns.run(self._engine.step)
-                    self._pauses.finish()
-                    self._arrivals.publish()
-                elif self._turns.seconds_to_check == 0:
-                    self._turns.check_integrity()
-            self._requests.add_held()
-            self._requests.abort_all()
+                    self.turns.run(self.engine.step)
+                    self.pauses.finish()
+                    self.arrivals.publish()
+                elif self.turns.seconds_to_check == 0:
+                    self.turns.check_integrity()
+            self.requests.add_held()
+            self.requests.abort_all()
         except BaseException as error:
             logger.critical("the engine thread ends", exc_info=True)
             return EngineError(f"the engine has ended: {type(error).__name__}: {error}")
@@ -63,32 +61,32 @@ class EngineLoop:
 
     def _end(self, failure: EngineError | None) -> None:
         """End the commands and requests that are left, with an error."""
-        ended, left, callbacks = self._commands.end(failure)
-        for command in (*left, *self._pauses.waiting):
+        ended, left, callbacks = self.commands.end(failure)
+        for command in (*left, *self.pauses.waiting):
             match command:
                 case Add(request_group, stream):
-                    self._requests.live[request_group.request_id] = stream
+                    self.requests.live[request_group.request_id] = stream
                 case Inspect(answer=answer) | Call(answer=answer) | Pause(answer=answer):
                     with contextlib.suppress(InvalidStateError):  # cancelled, or answered before the engine failed
                         answer.set_exception(ended)
-        self._requests.post([(request_id, ended) for request_id in self._requests.live])
+        self.requests.post([(request_id, ended) for request_id in self.requests.live])
         for callback in callbacks:
             callback(ended)
 
     @property
     def _can_step(self) -> bool:
-        return self._engine.has_work and not self._pauses.is_frozen
+        return self.engine.has_work and not self.pauses.is_frozen
 
     def _carry_out_commands(self) -> bool:
         """Carry out all commands. Returns False after `close`.
 
         An idle engine waits here, for a command or for the time of the next integrity check.
         """
-        commands = self._commands
+        commands = self.commands
         with commands.changed:
             while not (commands.waiting or commands.is_closing or self._can_step):
-                woken = commands.changed.wait(self._turns.seconds_to_check)
-                self._turns.note_idle()
+                woken = commands.changed.wait(self.turns.seconds_to_check)
+                self.turns.note_idle()
                 if not woken:
                     break
             if commands.is_closing:
@@ -98,22 +96,22 @@ class EngineLoop:
             self._carry_out(commands.waiting[0])
             commands.waiting.popleft()  # last, so that `_end` finds a command that failed, and reports the failure
         if count:
-            self._arrivals.publish()
+            self.arrivals.publish()
         return True
 
     def _carry_out(self, command: Command) -> None:
         match command:
             case Add(request_group) as add:
-                self._requests.begin(add, hold=self._pauses.is_paused)
-                self._arrivals.note_queued(request_group)
+                self.requests.begin(add, hold=self.pauses.is_paused)
+                self.arrivals.note_queued(request_group)
             case Abort(request_id):
-                self._requests.abort(request_id)
+                self.requests.abort(request_id)
             case Inspect(answer):
-                self._engine.inspect(answer)
+                self.engine.inspect(answer)
             case Call(work, answer) if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(work())
                 except (RequestError, EngineError) as error:  # concerns this call only
                     answer.set_exception(error)
             case Pause(answer=answer) as pause if answer.set_running_or_notify_cancel():
-                self._pauses.pause(pause)
+                self.pauses.pause(pause)
