@@ -47,19 +47,14 @@ class ModelRunner(EnginePrograms):
     """A model on a device, with its KV pool and its compiled programs. See `engine.step_plan.Runner`."""
 
     def __init__(
-        self, builds: Sequence[FittedBuild], trees: Sequence[Params], token_mask: jax.Array | None = None, *,
-        progress: bool = False, background: bool = False, owns_params: bool = False,
-        cache_counter: CacheCounter | None = None, before_first_run: Callable[[], None] = lambda: None,
+        self, builds: Sequence[FittedBuild], trees: Sequence[Params], token_mask: jax.Array | None, *, progress: bool,
+        background: bool, owns_params: bool, cache_counter: CacheCounter, before_first_run: Callable[[], None],
     ):  # fmt: skip
         """Compile the programs and allocate the device state. After that, the engine's thread compiles nothing.
 
-        builds, trees: of each pipeline stage. Weights have the shapes of their blueprint, and are used without a copy.
-        token_mask: bool[vocab_size], ids that may be sampled; None = all. Required if the model is `masked`.
-        progress:   show a bar while compiling.
-        background: compile most programs after the constructor has returned. Only if the builds have program stores.
-        owns_params: nothing else uses the weights, so `release` may delete them on the device.
-        cache_counter: a counter that counted cache hits while `builds` were made; None: a new one.
-        before_first_run: called when the first programs exist, before any of them runs.
+        builds, trees: of each pipeline stage.
+        token_mask:    bool[vocab_size], ids that may be sampled; None = all. Required if the model is `masked`.
+        cache_counter: has counted cache hits while `builds` were made. All others: see `create`.
         """
         *front, build = builds
         blueprint, limits = build.blueprint, build.limits
@@ -135,7 +130,8 @@ class ModelRunner(EnginePrograms):
         kv_scales:     the checkpoint's, for fp8 pages; None: 1.0.
         progress:      show a bar while compiling.
         background:    compile most programs after this has returned. Only if programs are stored.
-        owns_params, before_first_run: see the constructor.
+        owns_params:   nothing else uses the weights, so `release` may delete them on the device.
+        before_first_run: called when the first programs exist, before any of them runs.
 
         Raises ModelLoadError for an option that does not fit the model or the memory.
         """
@@ -244,7 +240,7 @@ class ModelRunner(EnginePrograms):
             return
         self.wait_until_ready()  # compiling reads the weights' formats
         jax.block_until_ready([stage.live for stage in self._stages])
-        self._front.forget_sampled()
+        self._front.sampled.clear()
         for stage in self._stages:
             stage.release()
 
@@ -295,7 +291,7 @@ class ModelRunner(EnginePrograms):
             yield
         except BaseException as error:
             with pinned():
-                self._front.forget_sampled()
+                self._front.sampled.clear()
                 for stage in self._stages:
                     stage.recover()
             if not isinstance(error, Exception):

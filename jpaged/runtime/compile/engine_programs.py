@@ -27,13 +27,10 @@ logger = logging.getLogger(__name__)
 class EnginePrograms:
     """The part of `engine.step_plan.Runner` about programs."""
 
-    def __init__(
-        self, build: FittedBuild, *, progress: bool, background: bool, cache_counter: CacheCounter | None
-    ):
+    def __init__(self, build: FittedBuild, *, progress: bool, background: bool, cache_counter: CacheCounter):
         """Compile the program table, or its first programs if the others are compiled in the background."""
         self._build, self._start = build, time.perf_counter()
-        self._cache_counter = cache_counter or CacheCounter()
-        self._counter = CompileCounter()
+        self._cache_counter, self._counter = cache_counter, CompileCounter()
         self._background: BackgroundCompiler | None = None
         self._other_programs: Sequence[Program[ForwardShape]] = ()  # of pipeline stages before the last
         self.memory_plan = build.memory_plan

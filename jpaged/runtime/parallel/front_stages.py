@@ -49,7 +49,7 @@ class FrontStages:
             stage = StageRunner(build, tree, programs, host_slots=host_slots, owns_params=owns_params)
             stage.state = build.create_state()
             self.stages.append(stage)
-        self._sampled: collections.deque[_Sampled] = collections.deque()  # oldest first
+        self.sampled: collections.deque[_Sampled] = collections.deque()  # oldest first
         self._after = [stage.placement for stage in self.stages[1:]]
         self._accept: dict[tuple[int, ...], Any] = {}
         if self.stages:
@@ -74,22 +74,18 @@ class FrontStages:
         """Keep a step's sampled tokens for the first stage. output: `Sampled.packed`; may still be computed."""
         if self.stages:
             rows = plan.rows[plan.samples]
-            self._sampled.append(_Sampled(rows, jax.device_put(output, self.stages[0].placement.sharding)))
+            self.sampled.append(_Sampled(rows, jax.device_put(output, self.stages[0].placement.sharding)))
 
     def _accept_tokens(self, decodes: np.ndarray) -> None:
         """Write kept tokens into the first stage's table, oldest step first, until the rows `decodes` have theirs."""
-        needed = [i for i, sampled in enumerate(self._sampled) if np.isin(sampled.rows, decodes).any()]
+        needed = [i for i, sampled in enumerate(self.sampled) if np.isin(sampled.rows, decodes).any()]
         first = self.stages[0]
         for _ in range(needed[-1] + 1 if needed else 0):
-            sampled = self._sampled.popleft()
+            sampled = self.sampled.popleft()
             rows = np.full(sampled.output.shape[0], -1, np.int32)
             rows[: len(sampled.rows)] = sampled.rows
             accept, state = self._accept[sampled.output.shape], first.live
             first.state = state.replace(table=accept(state.table, first.placement.put(rows), sampled.output))
-
-    def forget_sampled(self) -> None:
-        """Drop the kept tokens, because their requests have ended."""
-        self._sampled.clear()
 
 
 def _compile_accept(first: StageRunner, rows: int, columns: int) -> jax.stages.Compiled:
