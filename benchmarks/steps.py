@@ -36,6 +36,7 @@ from tqdm import tqdm
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.frontend.engine_config import engine_config
 from jpaged.models.spec import DecoderSpec, Params, QKNorm, Rope, param_shapes
+from jpaged.params.sampling import COLUMNS
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.memory.plan import free_device_bytes
 from jpaged.runtime.placement import Placement
@@ -132,8 +133,8 @@ class Steps:
         table[rows, Field.LENGTH] = load.context - tokens
         table[rows, Field.LAST_TOKEN] = np.arange(load.rows)
         table[rows, Field.TEMPERATURE] = np.float32(temperature).view(np.int32)
-        table[rows, Field.TOP_P] = np.float32(0.95).view(np.int32)
-        table[:, Field.REPETITION] = np.float32(1).view(np.int32)
+        table[rows, COLUMNS["top_p"]] = np.float32(0.95).view(np.int32)
+        table[:, COLUMNS["repetition_penalty"]] = np.float32(1).view(np.int32)
         each = -(-(load.context + 2 * self.turns) // size)
         blocks = np.zeros(state.blocks.shape, np.int32)
         order = np.random.default_rng(0).permutation(self.build.memory_plan.num_blocks)[: load.rows * each]

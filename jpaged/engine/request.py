@@ -33,7 +33,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import Logprob, RequestMetrics
 from jpaged.params.repetition_detection import RepetitionDetectionParams
-from jpaged.params.sampling import SamplingParams
+from jpaged.params.sampling import FULL_FILTERS, NEUTRAL_COLUMNS, SamplingParams
 
 NO_ROW = -1
 
@@ -216,4 +216,5 @@ def _smallest_sampler(params: SamplingParams) -> SamplerVariant:
         return SamplerVariant.FULL
     if params.greedy:
         return SamplerVariant.GREEDY
-    return SamplerVariant.FULL if params.typical_p < 1 else SamplerVariant.RANDOM
+    needs_full = any(getattr(params, name) != NEUTRAL_COLUMNS[name] for name in FULL_FILTERS)
+    return SamplerVariant.FULL if needs_full else SamplerVariant.RANDOM

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from jpaged.metrics import ProgramMetrics
+from jpaged.params.sampling import NEUTRAL_COLUMNS
 
 HandleT = TypeVar("HandleT")
 
@@ -96,17 +97,11 @@ class RowInit:
     rope_len: int           # a length-dependent rope uses max(rope_len, tokens so far); usually the prompt's length
     blocks: np.ndarray      # int32[B, 3]  (kv_group, index in the block table, block): all blocks that the row holds
     temperature: float      # 0: greedy
-    top_p: float            # (0, 1]
-    top_k: int              # 0: all ids
-    min_p: float            # [0, 1]
     seed: int               # 0 <= seed < 2**64
     sample_index: int = 0   # index of the request among its request group's `n` parallel samples
     # Divides a beam's logits before its log-probabilities are computed. 0: not a beam, log-probabilities of the model.
     beam_temperature: float = 0.0
-    typical_p: float = 1.0         # (0, 1]
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    columns: Sequence[float] = tuple(NEUTRAL_COLUMNS.values())  # sampling parameters, in the order of `COLUMNS`
     processors: int = 0            # bit i is set if the request uses custom processor i
     logprobs: bool = False         # return log-probabilities of this row's tokens; if False, they are undefined
     extras: RowExtras | None = None

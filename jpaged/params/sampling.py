@@ -4,13 +4,13 @@ import dataclasses
 import difflib
 import enum
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from jpaged.errors import MAX_INTEGER, RequestError
+from jpaged.params.parameter import FLOAT32_MAX, Parameter, parameter
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.repetition_detection import RepetitionDetectionParams
 from jpaged.params.structured_outputs import StructuredOutputsParams
@@ -19,13 +19,12 @@ MAX_N = 64
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM: dividing logits by it overflows float32
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256  # number of strings, characters of one string
+# Besides the numbers that are declared with beams=False.
 NOT_WITH_BEAMS = (
-    "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
-    "bad_words", "min_tokens", "logits_processors", "thinking_token_budget", "repetition_detection",
-    "logprob_token_ids",
+    "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors", "thinking_token_budget",
+    "repetition_detection", "logprob_token_ids",
 )  # fmt: skip
 ACCEPTED_LOGPROBS = "an integer from 0 to the engine's max_logprobs, -1 for the whole vocabulary, or None"
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 4096  # of all stop strings together; their automaton then takes 11 ms to build, and 1.1 MB
 
@@ -60,49 +59,67 @@ class SamplingParams:
     model are made when the request is added: ids against its vocabulary, `logprobs` against `max_logprobs`.
     """
 
-    n: int = 1
+    n: int = parameter(1, flag="Number of answers to each prompt.")
     """Number of answers to the prompt, from 1 to 64. They share the prompt's KV."""
 
-    best_of: int | None = None
+    best_of: int | None = parameter(
+        None, http=False,
+        flag="Number of answers to generate. The n answers with the highest log-probability are printed. Default: n.")
     """Answers to generate, from `n` to 64. The `n` of highest cumulative log-probability are returned. None: `n`."""
 
-    use_beam_search: bool = False
+    use_beam_search: bool = parameter(
+        False,
+        flag="Search for the most likely answers, and print the best first. --top-p, --top-k and --min-p are ignored.")
     """Search for the `n` most likely answers, and return the best first. `temperature` divides the logits; 0 does not
     change them. `top_p`, `top_k` and `min_p` have no effect. Nothing is streamed before the end."""
 
-    beam_width: int | None = None
+    beam_width: int | None = parameter(None, flag="Number of beams of a beam search. Default: best_of, or n.")
     """Number of beams of a beam search, from 2 to 64 and at least `n`. None: `best_of`, or else `n`."""
 
-    length_penalty: float = 1.0
+    length_penalty: float = parameter(
+        1.0,
+        flag="Beam search divides log-probabilities by length ** length_penalty. Values above 0 favour long answers.")
     """Beam search ranks answers by log-probability / length ** length_penalty. Finite; above 0 favours long answers."""
 
     early_stopping: bool | str = False
     """End of a beam search that has `beam_width` finished answers. True: at once. False: when no running beam has a
     better score so far. "never": when no running beam can reach a better score."""
 
-    temperature: float = 1.0
+    temperature: float = parameter(1.0, least=0)
     """Divides the logits; from 0. 0 always selects the most likely token (greedy)."""
 
-    top_p: float = 1.0
+    top_p: float = parameter(
+        1.0, above=0, most=1, column=4, filters=True,
+        flag="Sample only from the most likely tokens whose probabilities add up to this. 1: from all tokens.")
     """Sample from the smallest set of most likely tokens with this total probability, in (0, 1]. 1 keeps all tokens."""
 
-    top_k: int = 0
+    top_k: int = parameter(
+        0, column=5, filters=True, flag="Sample only from this number of most likely tokens. 0: from all tokens.")
     """Sample from the `top_k` most likely tokens. 0 and -1 keep all tokens."""
 
-    min_p: float = 0.0
+    min_p: float = parameter(
+        0.0, least=0, most=1, column=6, filters=True,
+        flag="Sample only from tokens with at least this fraction of the highest probability. 0: from all tokens.")
     """Sample from tokens with at least `min_p` times the probability of the most likely one, in [0, 1]. 0 keeps all."""
 
-    typical_p: float = 1.0
+    typical_p: float = parameter(
+        1.0, above=0, most=1, beams=False, column=11, filters=True, full=True,
+        flag="Locally typical sampling: sample only from the tokens with an information content closest to the "
+             "entropy, until their probabilities add up to this. 1: from all tokens.")
     """Locally typical sampling, after all other filters. Sample from the tokens whose surprise is nearest to the
     entropy, up to this total probability, in (0, 1]. 1 keeps all tokens."""
 
-    presence_penalty: float = 0.0
+    presence_penalty: float = parameter(
+        0.0, least=-2, most=2, beams=False, column=12,
+        flag="Subtracted from the logit of each token that is already in the answer.")
     """Subtracted from the logit of every token that is in the answer, in [-2, 2]. 0 does nothing."""
 
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = parameter(
+        0.0, least=-2, most=2, beams=False, column=13,
+        flag="Subtracted from the logit of each token, once per occurrence in the answer.")
     """Subtracted from a token's logit once for each time it is in the answer, in [-2, 2]. 0 does nothing."""
 
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = parameter(1.0, above=0, beams=False, column=14)
     """Divides positive and multiplies negative logits of tokens in the prompt or answer. Above 0; 1 does nothing."""
 
     logit_bias: dict[int, float] | None = None
@@ -118,11 +135,11 @@ class SamplingParams:
     logits_processors: dict[str, dict[str, float]] | None = None
     """Processors of the engine (option `logits_processors`) to apply: {name: {parameter: value}}. None applies none."""
 
-    min_tokens: int = 0
+    min_tokens: int = parameter(0, flag="Minimum number of tokens of each answer.")
     """Minimum number of tokens of an answer, from 0 to `max_tokens`. Before that, no end-of-sequence id and no id of
     `stop_token_ids` is sampled, and no stop string ends the answer."""
 
-    seed: int | None = None
+    seed: int | None = parameter(None, http=False)
     """Seed of the request's random numbers. With a seed, other requests in the batch do not change its tokens. From
     -2**63 to 2**64 - 1, stored modulo 2**64. None and -1: a random seed."""
 
@@ -139,13 +156,15 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Keep stop strings and stop tokens in the text. Special stop tokens also need skip_special_tokens=False."""
 
-    ignore_eos: bool = False
+    ignore_eos: bool = parameter(False, flag="Continue after the model's end-of-sequence token.")
     """Do not end at the model's end-of-sequence ids."""
 
-    skip_reading_prefix_cache: bool | None = None
+    skip_reading_prefix_cache: bool | None = parameter(None, http=False)
     """Compute the whole prompt, without reading KV from the prefix index. None: True if `prompt_logprobs` is set."""
 
-    logprobs: int | None = None
+    logprobs: int | None = parameter(
+        None, http=False,
+        flag="Number of most likely tokens per position with log-probabilities in --output-json. Default: none.")
     """For each generated token, return log-probabilities of it and of the `logprobs` most likely tokens. From 0 to the
     engine's `max_logprobs`; -1 means the whole vocabulary. None returns none."""
 
@@ -153,7 +172,7 @@ class SamplingParams:
     """For each generated token, return log-probabilities of it and of these ids, not of the most likely ids. At most
     the engine's `max_logprobs` ids. `logprobs` must be None or their number. Stored as a tuple."""
 
-    flat_logprobs: bool = False
+    flat_logprobs: bool = parameter(False, http=False)
     """Accepted, without effect: log-probabilities are a list of dicts. vLLM's flat container has that interface."""
 
     prompt_logprobs: int | None = None
@@ -164,7 +183,7 @@ class SamplingParams:
     """End an answer that repeats itself, with finish_reason "repetition", but not before `min_tokens`. None: never.
     Stored as RepetitionDetectionParams."""
 
-    detokenize: bool = True
+    detokenize: bool = parameter(True, http=False)
     """Turn the tokens into text. False: outputs have no text."""
 
     skip_special_tokens: bool = True
@@ -196,7 +215,7 @@ class SamplingParams:
     `thinking_token_budget` counts the tokens before it. `LLM.chat` and the server set the tags from `reasoning_parser`.
     None: the model has no reasoning. Stored as ReasoningTags."""
 
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = parameter(None, http=False)
     """Number of reasoning tokens after which the end tag is forced, from 0. None: no limit. Needs `reasoning_tags`."""
 
     # Not built yet: only the default, or an equivalent value (NOT_BUILT), is accepted.
@@ -221,7 +240,7 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        number, integer = self._number, self._integer
+        integer = self._integer
         integer("n", low=1, high=MAX_N, accepted=f"an integer from 1 to {MAX_N}")
         self._boolean("use_beam_search")
         for name in ("best_of", "beam_width"):
@@ -230,13 +249,8 @@ class SamplingParams:
         if self.best_of == self.n and not self.use_beam_search:
             object.__setattr__(self, "best_of", None)
         self._check_beams()
-        number("temperature", "a finite number from 0", lambda x: x >= 0)
-        number("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
-        number("min_p", "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        number("typical_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
-        for name in ("presence_penalty", "frequency_penalty"):
-            number(name, "a number in [-2, 2]", lambda x: -2 <= x <= 2)
-        number("repetition_penalty", "a number above 0", lambda x: x > 0)
+        for name in NUMBERS:
+            self._number(name)
         top_k = integer("top_k", low=-1, accepted="an integer from -1; 0 and -1 mean all")
         object.__setattr__(self, "top_k", max(top_k, 0))
         if self.seed is not None:
@@ -396,7 +410,7 @@ class SamplingParams:
         object.__setattr__(self, "logits_processors", copied or None)
 
     def _check_beams(self) -> None:
-        self._number("length_penalty", "a finite number")
+        self._number("length_penalty")
         stopping = self.early_stopping
         if not isinstance(stopping, (bool, np.bool_)) and not (isinstance(stopping, str) and stopping == "never"):
             raise RequestError("early_stopping", stopping, "must be True, False or 'never'")
@@ -408,7 +422,7 @@ class SamplingParams:
             if self.beam_width is not None and self.best_of not in (None, self.beam_width):
                 accepted = f"must be None or equal to beam_width ({self.beam_width}) in a beam search"
                 raise RequestError("best_of", self.best_of, accepted)
-            for name in NOT_WITH_BEAMS:
+            for name in (*NUMBERS_WITHOUT_BEAMS, *NOT_WITH_BEAMS):
                 if getattr(self, name) != self.__dataclass_fields__[name].default:
                     raise RequestError(name, getattr(self, name), "does not work with use_beam_search: leave it out")
             return
@@ -465,11 +479,13 @@ class SamplingParams:
         if self._integer("truncate_prompt_tokens", low=-1, accepted=accepted) == 0:
             raise RequestError("truncate_prompt_tokens", 0, f"must be {accepted}")
 
-    def _number(self, name: str, accepted: str, holds: Callable[[float], bool] = lambda x: True) -> None:
-        value = getattr(self, name)
-        if not _is_number(value) or abs(value) > FLOAT32_MAX or not math.isfinite(value) or not holds(value):
-            raise RequestError(name, value, f"must be {accepted}")
-        object.__setattr__(self, name, float(value))
+    def _number(self, name: str) -> None:
+        value, declared = getattr(self, name), PARAMETERS[name]
+        is_float = type(value) is float  # most are: without this test, SamplingParams() takes 4 us more
+        if not (is_float or _is_number(value)) or not declared.accepts(value):
+            raise RequestError(name, value, f"must be {declared.accepted}")
+        if not is_float:
+            object.__setattr__(self, name, float(value))
 
     def _integer(self, name: str, *, low: int, high: int | None = None, accepted: str) -> int:
         value, high = getattr(self, name), MAX_INTEGER if high is None else high
@@ -498,6 +514,17 @@ class SamplingParams:
             if not _is_integer(token_id) or token_id < 0:
                 raise RequestError(name, token_id, "token ids are integers from 0 to the model's vocab_size - 1")
         object.__setattr__(self, name, tuple(int(token_id) for token_id in ids))
+
+
+PARAMETERS: dict[str, Parameter] = {
+    field.name: field.metadata.get("parameter", Parameter()) for field in dataclasses.fields(SamplingParams)
+}
+NUMBERS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.type is float)
+NUMBERS_WITHOUT_BEAMS = tuple(name for name in NUMBERS if not PARAMETERS[name].beams)
+# Column in the request table of each parameter that has one.
+COLUMNS = {name: one.column for name, one in PARAMETERS.items() if one.column is not None}
+FULL_FILTERS = tuple(name for name, one in PARAMETERS.items() if one.full)
+NEUTRAL_COLUMNS: dict[str, float] = {name: getattr(SamplingParams, name) for name in COLUMNS}
 
 
 def _is_integer(value: object) -> bool:

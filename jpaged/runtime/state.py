@@ -13,7 +13,7 @@ import numpy as np
 from jpaged.engine.step_plan import RowExtras, RowInit, mask_words
 from jpaged.kv_groups import KVGroups
 from jpaged.models.spec import DecoderSpec
-from jpaged.params.sampling import MAX_LOGIT_BIAS
+from jpaged.params.sampling import COLUMNS, MAX_LOGIT_BIAS, NUMBERS
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.placement import Placement
 from pallas_kernels import KVPages
@@ -25,28 +25,21 @@ else:
 
 
 class Field(enum.IntEnum):
-    """Columns of the request table. Floats and the two halves of the seed are stored as the bits of an int32."""
+    """Columns of the request table, besides `COLUMNS`. Floats and the seed's halves are stored as bits of an int32."""
 
     LENGTH = 0             # tokens whose KV is in the pages; also the position of the next token
     LAST_TOKEN = 1         # id of the last sampled token: the input of the next decode
     ROPE_LEN = 2           # minimum sequence length for a rope that depends on the length
     TEMPERATURE = 3        # float32; 0 = greedy
-    TOP_P = 4              # float32
-    TOP_K = 5              # 0 = off
-    MIN_P = 6              # float32
     SEED_LOW = 7           # uint32
     SEED_HIGH = 8          # uint32
     SAMPLE_INDEX = 9       # index of this sample among the n of a request group
     BEAM_TEMPERATURE = 10  # float32; divides the logits before log-probabilities are computed; 0 = not a beam
-    TYPICAL_P = 11         # float32
-    PRESENCE = 12          # float32
-    FREQUENCY = 13         # float32
-    REPETITION = 14        # float32
     FLAGS = 15             # bits of `Flag`
     PROCESSORS = 16        # bit i: custom logits processor i applies
 
 
-NUM_FIELDS = len(Field)
+NUM_FIELDS = len({*Field, *COLUMNS.values()})
 
 
 class Flag(enum.IntFlag):
@@ -174,19 +167,14 @@ def row_values(init: RowInit) -> np.ndarray:
     values = np.zeros(NUM_FIELDS, np.int32)
     values[Field.LENGTH] = init.num_computed
     values[Field.ROPE_LEN] = init.rope_len
-    values[Field.TOP_K] = init.top_k
     values[Field.SAMPLE_INDEX] = init.sample_index
     values[Field.FLAGS] = _flags(init.extras) | (Flag.LOGPROBS if init.logprobs else 0)
     values[Field.PROCESSORS] = init.processors
     floats = values.view(np.float32)
     floats[Field.TEMPERATURE] = init.temperature
-    floats[Field.TOP_P] = init.top_p
-    floats[Field.MIN_P] = init.min_p
     floats[Field.BEAM_TEMPERATURE] = init.beam_temperature
-    floats[Field.TYPICAL_P] = init.typical_p
-    floats[Field.PRESENCE] = init.presence_penalty
-    floats[Field.FREQUENCY] = init.frequency_penalty
-    floats[Field.REPETITION] = init.repetition_penalty
+    for (name, column), value in zip(COLUMNS.items(), init.columns, strict=True):
+        (floats if name in NUMBERS else values)[column] = value
     unsigned = values.view(np.uint32)
     unsigned[Field.SEED_LOW] = init.seed & 0xFFFFFFFF
     unsigned[Field.SEED_HIGH] = init.seed >> 32

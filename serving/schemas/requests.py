@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from jpaged.params.sampling import MAX_STOP_STRINGS
+from jpaged.params.sampling import MAX_STOP_STRINGS, SamplingParams
 
 T = TypeVar("T")
 
@@ -27,44 +27,6 @@ Many = Annotated[list[T], Meta(max_length=MAX_TOKEN_IDS)]
 Processors = Annotated[dict[str, Annotated[dict[str, float], Meta(max_length=128)]], Meta(max_length=128)]
 ExtraArguments = Annotated[dict[str, Any], Meta(max_length=128)]
 TemplateKwargs = Annotated[dict[str, str | Int | float | bool | None], Meta(max_length=128)]
-
-# Fields passed to SamplingParams under the same name. SamplingParams checks them.
-SAMPLING_FIELDS = (
-    "n",
-    "best_of",
-    "use_beam_search",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "logits_processors",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "stream_interval",
-    "thinking_token_budget",
-    "repetition_detection",
-)
-
 
 # A label that the client chooses.
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -99,36 +61,39 @@ class GenerationRequest(SizeLimits, kw_only=True):
     """Fields of all generating routes."""
 
     model: Label | None = None
+    # tools/write_sampling_fields.py writes these from SamplingParams.
     n: Int | None = None
     use_beam_search: bool | None = None
     beam_width: Int | None = None
     length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Short[Int] | None = None
-    ignore_eos: bool | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    max_tokens: Int | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: Int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+    # Until here.
+    early_stopping: bool | Literal["never"] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Short[Int] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1_024)] | None = None
     # A tuple: SamplingParams keeps it without a copy.
     allowed_token_ids: Annotated[tuple[Int, ...], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
     bad_words: Short[str] | None = None
     logits_processors: Processors | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
-    stream_interval: Int | None = None
     repetition_detection: Annotated[dict[str, Int], Meta(max_length=16)] | None = None
     response_format: dict[str, Any] | None = None     # see output_format.py
     structured_outputs: dict[str, Any] | None = None
@@ -139,7 +104,6 @@ class GenerationRequest(SizeLimits, kw_only=True):
     request_id: RequestId | None = None  # the answer's id ends with it
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     echo: bool | None = None
-    prompt_logprobs: Int | None = None
     logprob_token_ids: Short[Int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -335,3 +299,11 @@ class TokensRequest(SizeLimits, kw_only=True):
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
     }
+
+
+# Fields passed to SamplingParams under the same name. SamplingParams checks them.
+SAMPLING_FIELDS = tuple(
+    name for name in SamplingParams.__dataclass_fields__
+    if name in {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+    and name not in ("max_tokens", "logprobs", "structured_outputs")
+)  # fmt: skip

@@ -9,12 +9,11 @@ import tyro
 from jpaged import RequestError, SamplingParams
 from jpaged.cli.flags.sampling import SamplingFlags
 from jpaged.params.structured_outputs import StructuredOutputsParams
+from tests.support.sampling_values import NUMBER_VALUES
 
 FLAGS = {
-    "n": "3", "best_of": "4", "temperature": "0.5", "top_p": "0.9", "top_k": "7", "min_p": "0.1", "typical_p": "0.8",
-    "presence_penalty": "0.5", "frequency_penalty": "-0.5", "repetition_penalty": "1.5", "max_tokens": "9",
-    "min_tokens": "2", "logprobs": "4",
-}  # fmt: skip
+    "n": "3", "best_of": "4", "top_k": "7", "max_tokens": "9", "min_tokens": "2", "logprobs": "4",
+} | {name: str(value) for name, value in NUMBER_VALUES.items() if name != "length_penalty"}  # needs a beam search
 
 
 def given(*words: str) -> SamplingParams:

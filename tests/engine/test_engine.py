@@ -8,7 +8,7 @@ import pytest
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import CapacityError, EngineError, RequestError
-from jpaged.params.sampling import SamplingParams
+from jpaged.params.sampling import COLUMNS, NEUTRAL_COLUMNS, SamplingParams
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.engine.greedy_requests import greedy, prompt_of, run
 
@@ -238,9 +238,10 @@ def test_row_state_of_greedy_and_odd_parameters():
     engine.add_request("b", prompt_of(2), SamplingParams(top_k=97, top_p=1e-60, max_tokens=1))
     engine.step()
     first, second = runner.plans[0].row_inits
-    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0, 1, 0, 0)
-    assert second.top_k == 0
-    assert np.float32(second.top_p) > 0
+    columns = dict(zip(COLUMNS, second.columns, strict=True))
+    assert (first.temperature, first.columns) == (0, tuple(NEUTRAL_COLUMNS.values()))
+    assert columns["top_k"] == 0
+    assert np.float32(columns["top_p"]) > 0
 
 
 def test_logprobs_hold_the_sampled_token_and_the_top():

@@ -26,6 +26,7 @@ from jpaged.metric_families import Counter, Gauge, Histogram
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from write_engine_arguments import PATH, text
+from write_sampling_fields import DOCS, FIELDS, docs_text, fields_text
 
 SIZES = {
     "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
@@ -38,6 +39,11 @@ def test_typed_options_are_written_from_those_of_the_engine():
     typed, hints = typing.get_type_hints(EngineArguments), typing.get_type_hints(EngineConfig)
     assert set(typed) == hints.keys() - {"model"} | NOT_YET.keys() | ALIASES.keys() | {"logits_processors"}
     assert typed["max_model_len"] == hints["max_model_len"] == int | None
+
+
+def test_sampling_fields_are_written_from_their_declaration():
+    for path, written in ((FIELDS, fields_text()), (DOCS, docs_text())):
+        assert path.read_text(encoding="utf-8") == written, "run tools/write_sampling_fields.py"
 
 
 def test_names_of_vllm():

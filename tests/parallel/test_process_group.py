@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import RowExtras, RowInit, RowMask, SamplerVariant, StepPlan
+from jpaged.engine.step_plan import RowExtras, RowMask, SamplerVariant, StepPlan
 from jpaged.errors import ModelLoadError
 from jpaged.runtime.parallel.process_group import Channel, ProcessGroup, _connect, _gather, _listening, facts_of
+from tests.support.row_inits import make_row
 
 PLAN = StepPlan(
     rows=np.arange(3, dtype=np.int32), num_tokens=np.array([1, 1, 5], np.int32), num_decodes=2,
     samples=np.array([True, True, False]), prompt_tokens=np.arange(5, dtype=np.int32),
     block_updates=np.zeros((1, 4), np.int32), sampler=SamplerVariant.FULL,
     row_inits=(
-        RowInit(
-            2, 0, 9, np.zeros((2, 3), np.int32), 0.5, 0.9, 0, 0.0, 2**63,
+        make_row(
+            2, 0, 9, np.zeros((2, 3), np.int32), temperature=0.5, top_p=0.9, seed=2**63,
             extras=RowExtras(mask=np.ones(4, np.uint32)),
         ),
     ),

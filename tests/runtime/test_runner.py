@@ -18,6 +18,7 @@ from jpaged.runtime.step.batch import ForwardShape, block_updates
 from jpaged.runtime.step.output_programs import SampleShape
 from jpaged.runtime.store import cache as compile_cache
 from tests.support.random_decoder import BLOCK, CONFIG, SPEC, dense_continuation, random_params
+from tests.support.row_inits import make_row
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,8 @@ def plan(rows, num_tokens, *, decodes=0, samples=None, prompt=(), updates=(), in
 
 
 def start(row, blocks, *, computed=0, rope_len=1, **sampling):
-    neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0}
     held = np.array([(0, index, block) for index, block in enumerate(blocks)], np.int32)
-    return RowInit(row, computed, rope_len, held, **(neutral | sampling))
+    return make_row(row, computed, rope_len, held, **sampling)
 
 
 def tokens_of(runner, handles, index=0):
@@ -120,7 +120,7 @@ def test_rows_with_block_tables_in_several_kv_groups(excess):
     prompt = np.random.default_rng(5).integers(0, spec.vocab_size, 70)
     tables = np.arange(15).reshape(3, 5)[:, ::-1] * 3 + 1  # no two KV groups share a block
     blocks = np.array([(g, i, tables[g, i]) for g in range(3) for i in range(3)], np.int32)
-    first = RowInit(5, 0, 70, blocks, 0.0, 1.0, 0, 0.0, 0)
+    first = RowInit(5, 0, 70, blocks, 0.0, 0)
     runner.dispatch(plan([5], [40], samples=[False], prompt=prompt[:40], inits=[first]))
     updates = [(5, g, i, tables[g, i]) for g in range(3) for i in (3, 4)]
     handles = [runner.dispatch(plan([5], [30], prompt=prompt[40:], updates=updates))]
@@ -138,8 +138,8 @@ def test_rows_with_block_tables_in_several_kv_groups(excess):
         for row in range(-(-count // 48))
     }
     assert len(others) <= 6  # rows 0 to 5; row 5 restarts
-    inits = [RowInit(row, 0, 1, blocks, 0.0, 1.0, 0, 0.0, 0) for row, blocks in others.items()]
-    inits.append(RowInit(6, 64, 70, np.array(held, np.int32), 0.0, 1.0, 0, 0.0, 0))
+    inits = [RowInit(row, 0, 1, blocks, 0.0, 0) for row, blocks in others.items()]
+    inits.append(RowInit(6, 64, 70, np.array(held, np.int32), 0.0, 0))
     rows = [init.row for init in inits]
     step = plan(rows, [1] * len(others) + [6], prompt=[7] * len(others) + prompt[64:].tolist(), inits=inits)
     assert len(block_updates(step, 16)) == shape.max_updates + excess

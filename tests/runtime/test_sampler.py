@@ -8,19 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, RowInit, SamplerVariant
+from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant
+from jpaged.params.sampling import COLUMNS
 from jpaged.runtime.sampling import sampler, vocab_search
 from jpaged.runtime.sampling.sampler import SamplerOptions
-from jpaged.runtime.state import row_values
+from jpaged.runtime.state import NUM_FIELDS, Field, row_values
+from tests.support.row_inits import make_row
 
 VOCAB = 1200  # not a multiple of the CDF's block
 
 
 def fields(*rows):
     """Rows of the request table with the given sampling parameters."""
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "logprobs": True}
-    inits = [RowInit(0, 0, 1, np.zeros(1, np.int32), **(neutral | row)) for row in rows]
+    neutral = {"temperature": 1.0, "logprobs": True}
+    inits = [make_row(0, 0, 1, np.zeros(1, np.int32), **(neutral | row)) for row in rows]
     return jnp.asarray(np.stack([row_values(init) for init in inits]))
+
+
+def test_every_column_has_one_meaning():
+    assert sorted([*Field, *COLUMNS.values()]) == list(range(NUM_FIELDS))
 
 
 OPTIONS = SamplerOptions(num_logprobs=5)

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from jpaged.params.sampling import RepetitionDetectionParams
 from jpaged.serving.schemas.requests import SAMPLING_FIELDS
 from tests.serving.http_client import CHAT, events, post, strict, strict_chunk
+from tests.support.sampling_values import NUMBER_VALUES
 
 
 class Colour(pydantic.BaseModel):
@@ -181,10 +182,9 @@ def test_sampling_fields_reach_the_engine(client, engine):
 
 # A value of each field; its stored form, if different; and other fields that it needs.
 FIELD_VALUES: dict[str, Any] = {
-    "n": 2, "best_of": 3, "use_beam_search": True, "beam_width": 3, "length_penalty": 0.5, "early_stopping": "never",
-    "temperature": 0.7, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "typical_p": 0.9, "seed": 6, "stop": ["a", "b"],
-    "stop_token_ids": [4], "ignore_eos": True, "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-    "repetition_penalty": 1.5, "logit_bias": {"5": 1.0}, "allowed_token_ids": [5, 6], "bad_words": ["x"],
+    **NUMBER_VALUES, "n": 2, "best_of": 3, "use_beam_search": True, "beam_width": 3, "early_stopping": "never",
+    "top_k": 4, "seed": 6, "stop": ["a", "b"], "stop_token_ids": [4], "ignore_eos": True, "min_tokens": 2,
+    "logit_bias": {"5": 1.0}, "allowed_token_ids": [5, 6], "bad_words": ["x"],
     "logits_processors": {"scale": {"by": 0.5}}, "skip_special_tokens": False,
     "spaces_between_special_tokens": False, "include_stop_str_in_output": True, "truncate_prompt_tokens": 1,
     "truncation_side": "right", "prompt_logprobs": 2, "stream_interval": 3, "thinking_token_budget": 7,

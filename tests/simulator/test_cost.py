@@ -98,7 +98,7 @@ def plan(rows, counts, decodes, inits=()):
     return StepPlan(
         np.array(rows, np.int32), np.array(counts, np.int32), decodes, np.ones(len(rows), bool),
         np.zeros(sum(counts[decodes:]), np.int32), np.zeros((0, 4), np.int32),
-        tuple(RowInit(r, n, 0, np.zeros((0, 3), np.int32), 0, 1, 0, 0, 0) for r, n in inits),
+        tuple(RowInit(r, n, 0, np.zeros((0, 3), np.int32), 0, 0) for r, n in inits),
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def one_line_help(cls: type[T]) -> type[T]:
     return cls
 
 
-def _flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
+def annotated_flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
     """Annotate a field's type with its help. The help shows no default of None, which the text explains."""
     if hint == Mapping[str, Any] | None:
         return Annotated[hint, JSON_OBJECT, tyro.conf.arg(help=help_text, help_behavior_hint="")]
@@ -108,7 +108,7 @@ def _engine_flags() -> type:
         hint, default = hints[field.name], field.default
         if field.name == "model":
             hint, default = hint | None, None
-        flag = _flag(field.name, hint, docs[field.name], default)
+        flag = annotated_flag(field.name, hint, docs[field.name], default)
         fields.append((field.name, flag, dataclasses.field(default=default)))
     return dataclasses.make_dataclass("EngineFlags", fields, frozen=True, kw_only=True)
 

@@ -4,6 +4,8 @@ import dataclasses
 import typing
 from typing import Any
 
+from jpaged.params.sampling import COLUMNS
+
 # A command's help begins with the first ten of these flags that the command has.
 MOST_USED = (
     "host", "port", "api_key_file", "served_model_name", "system_prompt", "temperature", "top_p", "max_tokens", "n",
@@ -13,9 +15,8 @@ MOST_USED = (
 # Title -> flags. The help shows "TITLE options". A flag without a group follows the first ten.
 GROUPS: dict[str, tuple[str, ...]] = {
     "sampling": (
-        "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", "top_k", "min_p", "typical_p",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "sampling_seed", "min_tokens", "ignore_eos",
-        "bad_words", "logprobs", "max_logprobs", "logprobs_mode", "mask_unknown_tokens",
+        "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", *COLUMNS, "sampling_seed",
+        "min_tokens", "ignore_eos", "bad_words", "logprobs", "max_logprobs", "logprobs_mode", "mask_unknown_tokens",
     ),
     "structured_output": (
         "json_schema", "grammar", "regex", "choice", "jump_forward", "max_grammar_bytes", "max_grammar_depth",

@@ -3,39 +3,41 @@
 import dataclasses
 import json
 import pathlib
+import typing
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from jpaged.cli.common.demo_prompts import DEMO_REPETITION_PENALTY
-from jpaged.cli.flags.engine import one_line_help, read_text
+from jpaged.cli.flags.engine import annotated_flag, one_line_help, read_text
 from jpaged.errors import RequestError
-from jpaged.params.sampling import SamplingParams
+from jpaged.params.sampling import PARAMETERS, SamplingParams
 from jpaged.params.structured_outputs import StructuredOutputsParams
 
 # The flag is repeated for several texts. A flag with several values would also consume the prompts after it.
 Texts = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]]
 
 
+# Flags with the name, type and default of a parameter, and the help that it declares.
+FLAGS = {name: declared.flag for name, declared in PARAMETERS.items() if declared.flag is not None}
+
+
+def _declared_flags() -> Any:
+    hints, fields = typing.get_type_hints(SamplingParams), []
+    for name, text in FLAGS.items():
+        default = getattr(SamplingParams, name)
+        hint = annotated_flag(name, hints[name], text, default)
+        fields.append((name, hint, dataclasses.field(default=default)))
+    return dataclasses.make_dataclass("DeclaredFlags", fields, frozen=True, kw_only=True)
+
+
+DeclaredFlags = _declared_flags()
+
+
 @one_line_help
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingFlags:
+class SamplingFlags(DeclaredFlags):
     """Flags for the number of answers per prompt, and for how their tokens are sampled."""
-
-    n: int = 1
-    """Number of answers to each prompt."""
-
-    best_of: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of answers to generate. The n answers with the highest log-probability are printed. Default: n."""
-
-    use_beam_search: bool = False
-    """Search for the most likely answers, and print the best first. --top-p, --top-k and --min-p are ignored."""
-
-    beam_width: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of beams of a beam search. Default: best_of, or n."""
-
-    length_penalty: float = 1.0
-    """Beam search divides log-probabilities by length ** length_penalty. Values above 0 favour long answers."""
 
     early_stopping: Literal["false", "true", "never"] = "false"
     """End of a beam search that has enough answers. true: at once. false: when no running beam has a better
@@ -43,25 +45,6 @@ class SamplingFlags:
 
     temperature: float = 0.0
     """Sampling temperature: the logits are divided by it. 0: always the most likely token."""
-
-    top_p: float = 1.0
-    """Sample only from the most likely tokens whose probabilities add up to this. 1: from all tokens."""
-
-    top_k: int = 0
-    """Sample only from this number of most likely tokens. 0: from all tokens."""
-
-    min_p: float = 0.0
-    """Sample only from tokens with at least this fraction of the highest probability. 0: from all tokens."""
-
-    typical_p: float = 1.0
-    """Locally typical sampling: sample only from the tokens with an information content closest to the entropy, until
-    their probabilities add up to this. 1: from all tokens."""
-
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that is already in the answer."""
-
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of each token, once per occurrence in the answer."""
 
     repetition_penalty: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Above 1, tokens that are in the prompt or the answer become less likely. Default: 1. For the demo model, which
@@ -72,12 +55,6 @@ class SamplingFlags:
 
     max_tokens: int = 64
     """Maximum number of tokens of each answer."""
-
-    min_tokens: int = 0
-    """Minimum number of tokens of each answer."""
-
-    ignore_eos: bool = False
-    """Continue after the model's end-of-sequence token."""
 
     stop: Texts = ()
     """Text that ends an answer. The answer excludes it. Repeat the flag for several texts."""
@@ -97,37 +74,21 @@ class SamplingFlags:
     choice: Texts = ()
     """Allowed answer: each answer is one of the choices. Repeat the flag for each choice."""
 
-    logprobs: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Number of most likely tokens per position with log-probabilities in --output-json. Default: none."""
-
     def sampling_params(self, model: str) -> SamplingParams:
         """Return the flags as SamplingParams for a model. Raises RequestError for a bad flag."""
         penalty = self.repetition_penalty
         if penalty is None:
             penalty = DEMO_REPETITION_PENALTY if model == "demo" and not self.use_beam_search else 1.0
         params = SamplingParams(
-            n=self.n,
-            best_of=self.best_of,
-            use_beam_search=self.use_beam_search,
-            beam_width=self.beam_width,
-            length_penalty=self.length_penalty,
+            **{name: getattr(self, name) for name in FLAGS},
             early_stopping="never" if self.early_stopping == "never" else self.early_stopping == "true",
             temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             repetition_penalty=penalty,
-            min_tokens=self.min_tokens,
             stop=self.stop,
             bad_words=self.bad_words or None,
             structured_outputs=self._structured_outputs(),
             seed=self.sampling_seed,
             max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
         )
         if params.greedy and params.num_sequences > 1 and not params.use_beam_search:
             accepted = "every answer would be the same: use a higher temperature, or --use-beam-search"

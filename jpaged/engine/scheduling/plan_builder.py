@@ -27,6 +27,7 @@ from jpaged.engine.scheduling.forks import Forks
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerState
 from jpaged.engine.scheduling.step_selection import StepSelection
 from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan
+from jpaged.params.sampling import NEUTRAL_COLUMNS, PARAMETERS, SamplingParams
 
 # A larger penalty makes logits infinite, at any temperature. So does a penalty below the inverse of this.
 MAX_REPETITION_PENALTY = 1e25
@@ -198,20 +199,27 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         rope_len=request.kv.rope_len,
         blocks=_int32(blocks).reshape(-1, 3),
         temperature=0.0 if greedy else params.temperature,
-        top_p=1.0 if greedy else max(params.top_p, SMALLEST_FLOAT32),
-        top_k=0 if greedy or params.top_k >= vocab_size else params.top_k,
-        min_p=0.0 if greedy else params.min_p,
         seed=request.seed,
         sample_index=request.index,
         beam_temperature=(1.0 if params.greedy else params.temperature) if request.is_beam else 0.0,
-        typical_p=1.0 if greedy else max(params.typical_p, SMALLEST_FLOAT32),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=min(max(params.repetition_penalty, 1 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY),
+        columns=_columns(params, vocab_size, greedy=greedy),
         processors=0 if extras is None else extras.processors,
         logprobs=params.needs_logprobs,
         extras=None if extras is None else extras.row_extras(request),
     )
+
+
+def _columns(params: SamplingParams, vocab_size: int, *, greedy: bool) -> tuple[float, ...]:
+    """`RowInit.columns`: filters that keep all tokens are neutral, and numbers above 0 stay above 0 in float32."""
+    values: dict[str, float] = {}
+    for name, neutral in NEUTRAL_COLUMNS.items():
+        declared, value = PARAMETERS[name], getattr(params, name)
+        value = max(value, SMALLEST_FLOAT32) if declared.above == 0 else value
+        values[name] = neutral if greedy and declared.filters else value
+    values["top_k"] = 0 if values["top_k"] >= vocab_size else values["top_k"]
+    penalty = values["repetition_penalty"]
+    values["repetition_penalty"] = min(max(penalty, 1 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY)
+    return tuple(values.values())
 
 
 def _score(rows: _PromptRows, request: Request, num_tokens: int) -> None:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant, Scores
 from jpaged.errors import RequestError
 from jpaged.params.logits_processors import LogitsProcessor
-from jpaged.params.sampling import GREEDY_BELOW
+from jpaged.params.sampling import COLUMNS, GREEDY_BELOW, NUMBERS
 from jpaged.runtime.sampling.vocab_search import (
     BLOCK,
     CANDIDATE_BLOCK,
@@ -273,10 +273,10 @@ def _process(
     # CTRL's repetition penalty (Keskar et al. 2019) counts prompt and output; OpenAI's two count only the output.
     def penalise(work: Array) -> Array:
         times = (extras.counts >> 1).astype(jnp.float32)
-        repetition = _float(fields[:, Field.REPETITION])[:, None]
+        repetition = _parameter(fields, "repetition_penalty")[:, None]
         work = jnp.where(extras.counts > 0, jnp.where(work > 0, work / repetition, work * repetition), work)
-        work -= _float(fields[:, Field.FREQUENCY])[:, None] * times
-        return work - _float(fields[:, Field.PRESENCE])[:, None] * (times > 0)
+        work -= _parameter(fields, "frequency_penalty")[:, None] * times
+        return work - _parameter(fields, "presence_penalty")[:, None] * (times > 0)
 
     work = where_flagged(Flag.BIAS, add_bias, where_flagged(Flag.MASK, mask, logits))
     column = 0
@@ -343,9 +343,9 @@ class _Limits:
     def of(cls, fields: Int[Array, "rows num_fields"], is_random: Bool[Array, " rows"], *, typical: bool) -> "_Limits":
         """The limits of rows of the request table."""
         # p >= min_p * p_max, in logarithms
-        floor = jnp.log(_float(fields[:, Field.MIN_P]))
-        top_k, top_p = fields[:, Field.TOP_K], _float(fields[:, Field.TOP_P])
-        typical_p = _float(fields[:, Field.TYPICAL_P]) if typical else jnp.ones(len(fields))
+        floor = jnp.log(_parameter(fields, "min_p"))
+        top_k, top_p = _parameter(fields, "top_k"), _parameter(fields, "top_p")
+        typical_p = _parameter(fields, "typical_p") if typical else jnp.ones(len(fields))
         cut = top_p < 1
         limited = is_random & ((top_k > 0) | cut | (floor > -jnp.inf) | (typical_p < 1))
         return cls(is_random, floor, top_k, top_p, typical_p, cut, limited, typical)
@@ -482,6 +482,12 @@ def _search_rows(
 
 
 # -- fields of a row ----------------------------------------------------------------------------------------------
+
+
+def _parameter(fields: Int[Array, "rows num_fields"], name: str) -> Int[Array, " rows"] | Float[Array, " rows"]:
+    """A sampling parameter of each row."""
+    column = fields[:, COLUMNS[name]]
+    return _float(column) if name in NUMBERS else column
 
 
 def _float(bits: Int[Array, " rows"]) -> Float[Array, " rows"]:
