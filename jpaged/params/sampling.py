@@ -109,6 +109,13 @@ class SamplingParams:
     """Locally typical sampling, after all other filters. Sample from the tokens whose surprise is nearest to the
     entropy, up to this total probability, in (0, 1]. 1 keeps all tokens."""
 
+    top_n_sigma: float = parameter(
+        0.0, least=0, beams=False, column=17, filters=True, full=True,
+        flag="Sample only from tokens with a logit at most this number of standard deviations below the highest. "
+             "0: from all tokens.")
+    """Sample from tokens with a logit at most `top_n_sigma` standard deviations of the allowed tokens' logits below the
+    largest one, before `min_p`. From 0; 0 keeps all."""
+
     presence_penalty: float = parameter(
         0.0, least=-2, most=2, beams=False, column=12,
         flag="Subtracted from the logit of each token that is already in the answer.")

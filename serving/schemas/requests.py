@@ -71,6 +71,7 @@ class GenerationRequest(SizeLimits, kw_only=True):
     top_k: Int | None = None
     min_p: float | None = None
     typical_p: float | None = None
+    top_n_sigma: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

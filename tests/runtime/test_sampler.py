@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jpaged.params.sampling import COLUMNS
 from jpaged.runtime.sampling import sampler, vocab_search
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import NUM_FIELDS, Field, row_values
+from tests.sampling.sampling_oracle import distribution
 from tests.support.row_inits import make_row
 
 VOCAB = 1200  # not a multiple of the CDF's block
@@ -165,6 +167,18 @@ def test_ties_beyond_the_candidates_all_stay():
     assert kept_by(x, top_k=120).all()
     assert kept_by(x, top_k=100)[0].sum() == 100
     assert kept_by(x, top_p=0.99).all()
+
+
+@pytest.mark.parametrize("sampling", [{"top_n_sigma": 0.7}, {"top_n_sigma": 2.0}, {"top_n_sigma": 1.5, "top_k": 30}])
+def test_top_n_sigma_keeps_what_the_oracle_keeps(sampling):
+    """Deviations are of the allowed ids. A row of equal logits keeps all."""
+    x = np.random.default_rng(3).normal(size=(4, VOCAB)).astype(np.float32)
+    x[1, ::2], x[2] = -np.inf, 0
+    x -= x.max(axis=1, keepdims=True)
+    for row, kept in zip(x, kept_by(x, **sampling), strict=True):
+        assert distribution(row, params=types.SimpleNamespace(**sampling)).accepts(kept)
+    assert kept_by(x, top_n_sigma=0.7).sum() < kept_by(x, top_n_sigma=2.0).sum()
+    assert kept_by(x, top_n_sigma=0.7)[2].all()
 
 
 @pytest.mark.parametrize("typical_p", [0.2, 0.9])

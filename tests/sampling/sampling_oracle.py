@@ -18,7 +18,8 @@ logits.
     parameter details). The prompt does not count.
  8. If temperature < 1e-5: the most likely token. processed_logits are x at this step, and later steps do not apply.
  9. temperature t: x / t.
-10. min_p m: drops tokens that are less likely than m times the most likely one (Nguyen 2024).
+10. top_n_sigma n (Tang 2024): drops x below max(x) - n * s. s is the standard deviation of all x that are not -inf.
+    min_p m: drops tokens that are less likely than m times the most likely one (Nguyen 2024).
 11. top_k: drops tokens below the k-th largest x. All tokens equal to it stay. 0 and -1 keep all.
 12. top_p (nucleus sampling, Holtzman 2019): the remaining probabilities are normalised. The smallest set of most likely
     tokens with mass p stays, and all tokens that are equal to the least likely of them.
@@ -111,6 +112,7 @@ def distribution(
     scaled = x / fields.temperature
     rounding /= fields.temperature
     filters = [
+        lambda x: _top_n_sigma(x, fields.top_n_sigma, rounding),
         lambda x: _min_p(x, fields.min_p, rounding),
         lambda x: _top_k(x, fields.top_k, rounding),
         lambda x: _top_p(x, fields.top_p, rounding),
@@ -150,8 +152,9 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 # Neutral values of the sampling parameters.
 NEUTRAL = types.MappingProxyType({
-    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "presence_penalty": 0.0,
-    "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None, "allowed_token_ids": None, "min_tokens": 0,
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "top_n_sigma": 0.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
+    "allowed_token_ids": None, "min_tokens": 0,
 })  # fmt: skip
 
 
@@ -208,6 +211,14 @@ def _outcomes(x: np.ndarray, filters: Sequence[Filter]) -> Iterator[np.ndarray]:
 
 def _all(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x > -np.inf, np.zeros(len(x), bool)
+
+
+def _top_n_sigma(x: np.ndarray, top_n_sigma: float, rounding: float) -> tuple[np.ndarray, np.ndarray]:
+    if top_n_sigma <= 0:
+        return _all(x)
+    most = x == x.max()
+    border = x.max() - top_n_sigma * x[x > -np.inf].std()
+    return (x >= border) | most, (np.abs(x - border) <= (1 + top_n_sigma) * rounding) & ~most
 
 
 def _min_p(x: np.ndarray, min_p: float, rounding: float) -> tuple[np.ndarray, np.ndarray]:

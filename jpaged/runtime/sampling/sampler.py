@@ -1,7 +1,7 @@
 """Logits to tokens. Pure functions over a batch of rows; a row's result does not depend on other rows.
 
-The order is vLLM's: masks, logit_bias, custom logits processors, penalties; then, for random rows, temperature, min_p,
-top_k, top_p, typical_p.
+The order is vLLM's: masks, logit_bias, custom logits processors, penalties; then, for random rows, temperature,
+top_n_sigma, min_p, top_k, top_p, typical_p.
 
 The kept ids are exact, and found without sorting the vocabulary (`vocab_search`). For nearly every row the 64 most
 likely ids suffice. For other rows bisection finds the exact threshold. Ids as likely as the last kept id are kept, too.
@@ -149,7 +149,7 @@ def sample_tokens(
 
     def draw() -> tuple[Int[Array, " rows"], _Kept]:
         uniforms, typical = _uniforms(fields, positions), variant is SamplerVariant.FULL
-        return _draw(row_logits, greedy, uniforms, _Limits.of(fields, is_random, typical=typical))
+        return _draw(row_logits, greedy, uniforms, _Limits.of(row_logits, fields, is_random, typical=typical))
 
     everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
     token_ids, kept = lax.cond(jnp.any(is_random), draw, lambda: (greedy, everything))
@@ -331,19 +331,23 @@ class _Limits:
     """Limits of rows on the ids that may be drawn. The functions below apply them, one after another."""
 
     is_random: Bool[Array, " rows"]
-    floor: Float[Array, " rows"]  # min_p: the smallest `less_peak` that is kept; -inf keeps everything
+    floor: Float[Array, " rows"]  # min_p and top_n_sigma: the smallest `less_peak` that is kept; -inf keeps everything
     top_k: Int[Array, " rows"]
     top_p: Float[Array, " rows"]
     typical_p: Float[Array, " rows"]
     cut: Bool[Array, " rows"]      # top_p applies
-    limited: Bool[Array, " rows"]  # any of the four applies
-    typical: bool  # False: no row has a typical_p
+    limited: Bool[Array, " rows"]  # any limit applies
+    typical: bool  # False: no row has typical_p or top_n_sigma
 
     @classmethod
-    def of(cls, fields: Int[Array, "rows num_fields"], is_random: Bool[Array, " rows"], *, typical: bool) -> "_Limits":
+    def of(
+        cls, logits: _Logits, fields: Int[Array, "rows num_fields"], is_random: Bool[Array, " rows"], *, typical: bool
+    ) -> "_Limits":
         """The limits of rows of the request table."""
         # p >= min_p * p_max, in logarithms
         floor = jnp.log(_parameter(fields, "min_p"))
+        if typical:
+            floor = jnp.maximum(floor, _sigma_floor(logits, _parameter(fields, "top_n_sigma")))
         top_k, top_p = _parameter(fields, "top_k"), _parameter(fields, "top_p")
         typical_p = _parameter(fields, "typical_p") if typical else jnp.ones(len(fields))
         cut = top_p < 1
@@ -453,6 +457,21 @@ def _draw_candidate(
     some = weights > 0
     at = jnp.clip(at, jnp.argmax(some, axis=1), values.shape[1] - 1 - jnp.argmax(some[:, ::-1], axis=1))
     return jnp.take_along_axis(ids, at[:, None], axis=1)[:, 0]
+
+
+def _sigma_floor(logits: _Logits, top_n_sigma: Float[Array, " rows"]) -> Float[Array, " rows"]:
+    """Smallest log-weight that top-n-sigma keeps (Tang et al. 2024). -inf in rows without it."""
+
+    def below_peak() -> Array:
+        x = logits.less_peak()
+        allowed = x > -jnp.inf
+        count = jnp.sum(allowed, axis=1)
+        mean = row_sums(jnp.where(allowed, x, 0.0), fixed=logits.fixed) / count
+        squares = jnp.where(allowed, jnp.square(x - mean[:, None]), 0.0)
+        deviation = jnp.sqrt(row_sums(squares, fixed=logits.fixed) / count)
+        return jnp.where(top_n_sigma > 0, -top_n_sigma * deviation, -jnp.inf)
+
+    return lax.cond(jnp.any(top_n_sigma > 0), below_peak, lambda: jnp.full(len(top_n_sigma), -jnp.inf))
 
 
 def _mass(logits: _Logits, floor: Float[Array, " rows"]) -> Float[Array, " rows"]:
