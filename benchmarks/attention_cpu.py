@@ -20,20 +20,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVPages, paged_attention
+from pallas_kernels.paged_attention.call import AttentionCall
 
 xla = importlib.import_module("pallas_kernels.paged_attention.xla")
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, WIDTH = 8, 4, 64, 16, 8192, 128
-OPTIONS = {
-    "scale": 0.125, "sliding_window": None, "logit_softcap": None, "sinks": None, "alibi_slopes": None,
-    "device_loops": True,
-}  # fmt: skip
 KERNEL = "native kernel"
 SETTINGS = {
     "XLA operations": {},
@@ -61,6 +59,11 @@ def make_case(
         jnp.asarray(lens, jnp.int32),
         jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32),
     )
+
+
+def _by_xla(longest: int, *arrays: Any) -> jax.Array:
+    """Attention in XLA operations. arrays: the first fields of AttentionCall."""
+    return xla.paged_attention(AttentionCall(*arrays, scale=0.125, max_query_len=longest), device_loops=True)
 
 
 def by_context(dtype: str, repeats: int) -> None:
@@ -153,7 +156,7 @@ def main() -> None:
     }
     if args.profile:
         arguments, longest = cases["decode"]
-        profile(functools.partial(xla.paged_attention, **OPTIONS, max_query_len=longest), arguments)
+        profile(functools.partial(_by_xla, longest), arguments)
         return
     native = {
         case: jax.jit(functools.partial(paged_attention, scale=0.125, max_query_len=longest, implementation="cpu"))
@@ -165,7 +168,7 @@ def main() -> None:
         for constant, value in changes.items():
             setattr(xla, constant, value)
         for case, (arguments, longest) in cases.items():
-            call = functools.partial(xla.paged_attention, **OPTIONS, max_query_len=longest)
+            call = functools.partial(_by_xla, longest)  # a new function, so that jit traces it with these constants
             programs[name, case] = jax.jit(call).lower(*arguments).compile()
         for constant, value in before.items():
             setattr(xla, constant, value)

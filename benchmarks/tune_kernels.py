@@ -31,6 +31,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.gated_dot import tiling as gated_tilings
 from pallas_kernels.paged_attention import mosaic_gpu, triton
 from pallas_kernels.paged_attention import tiling as tilings
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import compiled_on, has_small_blocks, nvidia_capability
 
@@ -88,10 +89,7 @@ class Judge:
                     self.problems[str(tiling)] = reason
                     return float("inf")
                 kernels = mosaic_gpu.with_triton_decode
-            attend = functools.partial(
-                kernels, tiling=tiling, scale=shape.head_dim**-0.5,
-                max_query_len=shape.chunk, sliding_window=None, logit_softcap=None, sinks=None, alibi_slopes=None,
-            )  # fmt: skip
+            attend = functools.partial(_attend, kernels, tiling, shape.head_dim**-0.5, shape.chunk)
             try:
                 self._check(shape, case, attend)
                 turns = max(1, round(0.01 / (shape.layers * (shape.kv_bytes / 3e12 + shape.flops / 3e14))))
@@ -113,6 +111,11 @@ class Judge:
         difference = np.abs(np.asarray(jax.jit(attend)(q, layers[0], *rest), np.float32) - self._expected[shape.name])
         if not difference.max() <= 2e-2:
             raise ValueError(f"differs from XLA's by {difference.max():.3g}")
+
+
+def _attend(kernels: Any, tiling: Tiling, scale: float, max_query_len: int, *arrays: Any) -> Any:
+    """The output of kernels with a tiling. arrays: the first fields of AttentionCall."""
+    return kernels(AttentionCall(*arrays, scale=scale, max_query_len=max_query_len), tiling=tiling)
 
 
 class Measure(Protocol):

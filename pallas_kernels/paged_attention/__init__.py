@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages, expect_static
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import cpu, mosaic_tpu, reference, triton, xla
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import Implementation, candidates, compiled_on, pick
 
@@ -26,7 +27,7 @@ def _mosaic_gpu(name: str) -> Callable[..., Any]:
     return call
 
 
-# `Implementation.refuse` takes (device, q, pages, block_tables, max_query_len)
+# An implementation takes an AttentionCall. Its `refuse` takes (device, q, pages, block_tables, max_query_len).
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(functools.partial(xla.paged_attention, device_loops=False)),
@@ -140,10 +141,9 @@ def paged_attention(
         if given is not None and np.shape(given) != (q.shape[1],):
             raise ValueError(f"{part} {np.shape(given)}: must be [{q.shape[1]}], one per query head")
     attend = pick(IMPLEMENTATIONS, implementation, q, pages, block_tables, max_query_len)
-    tokens, q_heads, head_dim = q.shape
     table_keys = block_tables.shape[1] * pages.block_size
-    if 0 in (tokens, table_keys, context_lens.shape[0]):
-        return jnp.zeros((tokens, q_heads, pages.v_dim or head_dim), q.dtype)
+    if 0 in (q.shape[0], table_keys, context_lens.shape[0]):
+        return jnp.zeros((*q.shape[:2], pages.v_dim or q.shape[2]), q.dtype)
     if sliding_window is not None and sliding_window >= table_keys:
         sliding_window = None  # hides nothing
     if debug:
@@ -156,8 +156,9 @@ def paged_attention(
         # until the check raises, reads must stay inside the arrays
         block_tables = jnp.clip(block_tables, 0, pages.num_blocks - 1)
         context_lens = jnp.clip(context_lens, 0, table_keys)
-    return attend(
+    call = AttentionCall(
         q, pages, *(a.astype(jnp.int32) for a in (block_tables, context_lens, query_start_loc)),
         scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, logit_softcap=logit_softcap,
         sinks=sinks, alibi_slopes=alibi_slopes,
     )  # fmt: skip
+    return attend(call)

@@ -5,11 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.native import library
 from pallas_kernels.native.kinds import KINDS
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.platforms import refuse_cpu
 
 # indices of the int32 options; SCALE and CAP have the bits of a float32
@@ -40,36 +41,22 @@ def discard() -> None:
     library.discard(KERNEL)
 
 
-def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-) -> Float[Array, "tokens q_heads v_dim"]:
+def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads v_dim"]:
     """See `pallas_kernels.paged_attention`. Results of padding tokens are zero."""
-    del max_query_len
+    q, pages = call.q, call.pages
     options = np.zeros(7, np.int32)
-    options[WINDOW] = sliding_window or 0
-    options[FLAGS] = SINKS * (sinks is not None) + ALIBI * (alibi_slopes is not None)
-    options[SCALE : CAP + 1] = np.array([scale, logit_softcap or 0.0], np.float32).view(np.int32)
+    options[WINDOW] = call.sliding_window or 0
+    options[FLAGS] = SINKS * (call.sinks is not None) + ALIBI * (call.alibi_slopes is not None)
+    options[SCALE : CAP + 1] = np.array([call.scale, call.logit_softcap or 0.0], np.float32).view(np.int32)
     options[QUERY_KIND], options[PAGE_KIND] = KINDS[q.dtype], KINDS[pages.dtype]
     options[V_DIM] = pages.v_dim or 0
     nothing = np.zeros(1, np.float32)
-    shape = jax.ShapeDtypeStruct((*q.shape[:2], pages.v_dim or pages.head_dim), q.dtype)
+    shape = jax.ShapeDtypeStruct((*q.shape[:2], call.v_dim), q.dtype)
     name = kernel().name
     assert name is not None, "refuse() comes first"
-    call = jax.ffi.ffi_call(name, shape)
-    return call(
-        options, q, query_start_loc, context_lens, block_tables,
-        nothing if sinks is None else sinks.astype(jnp.float32),
-        nothing if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
+    return jax.ffi.ffi_call(name, shape)(
+        options, q, call.query_start_loc, call.context_lens, call.block_tables,
+        nothing if call.sinks is None else call.sinks.astype(jnp.float32),
+        nothing if call.alibi_slopes is None else call.alibi_slopes.astype(jnp.float32),
         pages.data, nothing if pages.scales is None else pages.scales,
     )  # fmt: skip

@@ -13,61 +13,34 @@ and a program with one in a branch pays for the ordering in every step.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_prefill, triton
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import compiled_on
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    tiling: Tiling | None = None,
+    call: AttentionCall, *, tiling: Tiling | None = None
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """See `pallas_kernels.paged_attention`. tiling: None: chosen by device and shape."""
-    options = {
-        "scale": scale, "sliding_window": sliding_window, "logit_softcap": logit_softcap, "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-    }  # fmt: skip
-    call = (q, pages, block_tables, context_lens, query_start_loc)
-    out = jnp.zeros_like(q) if max_query_len == 1 else mosaic_gpu_prefill.prefill(*call, **options)
-    decoded = mosaic_gpu_decode.decode(*call, **options, tiling=tiling)
-    begins = query_start_loc[:-1]
+    q, starts = call.q, call.query_start_loc
+    out = jnp.zeros_like(q) if call.max_query_len == 1 else mosaic_gpu_prefill.prefill(call)
+    decoded = mosaic_gpu_decode.decode(call, tiling=tiling)
+    begins = starts[:-1]
     after = q.shape[0] + jnp.arange(begins.shape[0])  # indices after the end are dropped
-    target = jnp.where(query_start_loc[1:] - begins == 1, begins, after)
+    target = jnp.where(starts[1:] - begins == 1, begins, after)
     return out.at[target].set(decoded.astype(q.dtype), mode="drop", unique_indices=True)
 
 
 def with_triton_decode(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    max_query_len: int,
-    tiling: Tiling | None = None,
-    **options: Any,
+    call: AttentionCall, *, tiling: Tiling | None = None
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """As `paged_attention`, but Triton computes the rows of one token."""
-    call = (q, pages, block_tables, context_lens, query_start_loc)
-    prefilled = None
-    if max_query_len > 1:
-        prefilled = mosaic_gpu_prefill.prefill(*call, **options)
-    attend = compiled_on("cuda", triton.paged_attention)
-    return attend(*call, max_query_len=max_query_len, tiling=tiling, prefilled=prefilled, **options)
+    prefilled = mosaic_gpu_prefill.prefill(call) if call.max_query_len > 1 else None
+    return compiled_on("cuda", triton.paged_attention)(call, tiling=tiling, prefilled=prefilled)
 
 
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import nvidia_capability
 
@@ -33,54 +34,40 @@ TILE_KEYS = 64  # keys of a tile
 STAGES = 2  # tiles in shared memory: 90 KiB in all with head_dim 128, so two blocks fit on a multiprocessor
 
 
-def decode(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    tiling: Tiling | None = None,
-) -> Float[Array, "rows q_heads head_dim"]:
+def decode(call: AttentionCall, *, tiling: Tiling | None = None) -> Float[Array, "rows q_heads head_dim"]:
     """float32 output of rows of one token. Outputs of other rows are undefined.
 
     tiling: only its split sizes are used; None: chosen by device and shape.
     """
-    if alibi_slopes is not None and jax.__version_info__ < (0, 11):
+    if call.alibi_slopes is not None and jax.__version_info__ < (0, 11):
         raise ValueError("alibi_slopes: the decode through Mosaic GPU needs JAX 0.11 for them, 'triton' does not")
-    _, q_heads, head_dim = q.shape
-    rows, kv_heads, block_size = context_lens.shape[0], pages.num_kv_heads, pages.block_size
-    q_per_kv = q_heads // kv_heads
-    table_keys = block_tables.shape[1] * block_size
-    tiling = tiling or Tiling.choose(q, pages)
-    split_keys = max([tiling.min_split_keys, *tiling.longer_splits(table_keys, kv_heads)])
+    _, q_heads, head_dim = call.q.shape
+    rows, kv_heads, q_per_kv = call.context_lens.shape[0], call.pages.num_kv_heads, call.q_per_kv
+    tiling = tiling or Tiling.choose(call.q, call.pages)
+    split_keys = max([tiling.min_split_keys, *tiling.longer_splits(call.table_keys, kv_heads)])
     problem = _Problem(
-        scale=scale,
+        scale=call.scale,
         lanes=-(-q_per_kv // 8) * 8,
         head_dim=head_dim,
-        block_size=block_size,
-        window=sliding_window,
-        softcap=logit_softcap,
-        has_slopes=alibi_slopes is not None,
+        block_size=call.pages.block_size,
+        window=call.sliding_window,
+        softcap=call.logit_softcap,
+        has_slopes=call.alibi_slopes is not None,
         split_keys=split_keys,
-        splits=-(-table_keys // split_keys),
+        splits=-(-call.table_keys // split_keys),
     )
     # query heads of a KV head, padded to a multiple of 8 rows, the unit of tiles in shared memory
-    q = jnp.take(q, query_start_loc[:-1], axis=0, mode="clip")
+    q = jnp.take(call.q, call.query_start_loc[:-1], axis=0, mode="clip")
     lanes = jnp.pad(
         q.reshape(rows, kv_heads, q_per_kv, head_dim), ((0, 0), (0, 0), (0, problem.lanes - q_per_kv), (0, 0))
     )
-    slopes = jnp.zeros((kv_heads, q_per_kv), jnp.float32) if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    slopes = jnp.pad(slopes.reshape(kv_heads, q_per_kv), ((0, 0), (0, PRODUCT_ROWS - q_per_kv)))
-    parts, lse = _decode(problem, lanes, pages, (block_tables, context_lens, query_start_loc), slopes)
+    slopes = jnp.zeros((kv_heads, q_per_kv)) if call.alibi_slopes is None else call.alibi_slopes
+    slopes = slopes.astype(jnp.float32).reshape(kv_heads, q_per_kv)
+    slopes = jnp.pad(slopes, ((0, 0), (0, PRODUCT_ROWS - q_per_kv)))
+    parts, lse = _decode(problem, lanes, call, slopes)
     parts = parts[:, :, :, :q_per_kv].reshape(problem.splits, rows, q_heads, head_dim)
     lse = lse[:, :, :, :q_per_kv].reshape(problem.splits, rows, q_heads)
-    return _merge(problem, parts, lse, context_lens, sinks)
+    return _merge(problem, parts, lse, call.context_lens, call.sinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,17 +211,13 @@ def _product(a: Ref, b: Ref, columns: int) -> Array:
     return pl.run_scoped(multiply, plgpu.ACC((PRODUCT_ROWS, columns), jnp.float32))
 
 
-def _decode(
-    problem: _Problem,
-    q: Array,
-    pages: KVPages,
-    rows: tuple[Array, Array, Array],
-    slopes: Array,
-) -> tuple[Array, Array]:
-    """Outputs [splits, rows, kv_heads, lanes, head_dim] and logarithms of sums. Splits without keys are undefined."""
-    block_tables, context_lens, query_start_loc = rows
+def _decode(problem: _Problem, q: Array, call: AttentionCall, slopes: Array) -> tuple[Array, Array]:
+    """Outputs [splits, rows, kv_heads, lanes, head_dim] and logarithms of sums. Splits without keys are undefined.
+
+    q: [rows, kv_heads, lanes, head_dim], the query heads of each KV head.
+    """
     num_rows, kv_heads, lanes, head_dim = q.shape
-    dtype = pages.dtype
+    dtype = call.pages.dtype
     swizzle = plgpu.SwizzleTransform(128)
     transforms = (plgpu.TilingTransform((8, 64)), swizzle)
     tile = plgpu.SMEM((STAGES, TILE_KEYS, head_dim), dtype, transforms=transforms)
@@ -260,7 +243,7 @@ def _decode(
         ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="paged_decode_mosaic",
-    )(block_tables, context_lens, query_start_loc, slopes, q, pages.data)
+    )(call.block_tables, call.context_lens, call.query_start_loc, slopes, q, call.pages.data)
 
 
 def _merge(

@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiles import prompt_tiles
 from pallas_kernels.platforms import is_interpreted, nvidia_capability
 
@@ -156,40 +157,29 @@ def refuse(device: Any, q: Any, pages: KVPages) -> str | None:
     return None
 
 
-def prefill(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+def prefill(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
     """The output of rows of more than one token. Outputs of other rows are undefined."""
-    for name, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+    for name, given in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
         if given is not None and jax.__version_info__ < (0, 11):
             raise ValueError(f"{name}: the prefill through Mosaic GPU needs JAX 0.11 for them, 'triton' does not")
+    q, pages, starts = call.q, call.pages, call.query_start_loc
     tokens, q_heads, head_dim = q.shape
     problem = _Problem(
-        scale=scale,
-        q_per_kv=q_heads // pages.num_kv_heads,
+        scale=call.scale,
+        q_per_kv=call.q_per_kv,
         head_dim=head_dim,
         block_size=pages.block_size,
         itemsize=q.dtype.itemsize,
-        window=sliding_window,
-        softcap=logit_softcap,
-        has_sinks=sinks is not None,
-        has_slopes=alibi_slopes is not None,
+        window=call.sliding_window,
+        softcap=call.logit_softcap,
+        has_sinks=call.sinks is not None,
+        has_slopes=call.alibi_slopes is not None,
         interpreted=is_interpreted(),
     )
     # a unit reads `problem.tokens` tokens, even where the call has fewer
     q = jnp.pad(q, ((0, max(0, problem.tokens - tokens)), (0, 0), (0, 0)))
-    tile_row, tile_first = prompt_tiles(query_start_loc, tokens, 2 * problem.tokens)
-    counts = query_start_loc[1:] - query_start_loc[:-1]
+    tile_row, tile_first = prompt_tiles(starts, tokens, 2 * problem.tokens)
+    counts = starts[1:] - starts[:-1]
     # skip tiles without a row, and rows of one token, which the decode kernel computes
     skipped = (tile_row < 0) | (jnp.take(counts, tile_row, mode="clip") < 2)
     tile_row = jnp.where(skipped, -1, tile_row).astype(jnp.int32)
@@ -232,8 +222,10 @@ def prefill(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="paged_prefill_mosaic",
-    )(tile_row, tile_first, block_tables, context_lens, query_start_loc, of_rows(sinks), of_rows(alibi_slopes), q,
-      pages.data)  # fmt: skip
+    )(
+        tile_row, tile_first, call.block_tables, call.context_lens, starts, of_rows(call.sinks),
+        of_rows(call.alibi_slopes), q, pages.data,
+    )  # fmt: skip
     return out[:tokens]
 
 

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiles import (
     heads_of_tokens,
     index_in_tiles,
@@ -65,56 +66,42 @@ def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len
     return None
 
 
-def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    interpret: Any = False,
-) -> Float[Array, "tokens q_heads head_dim"]:
+def paged_attention(call: AttentionCall, *, interpret: Any = False) -> Float[Array, "tokens q_heads head_dim"]:
     """See `pallas_kernels.paged_attention`.
 
     interpret: True to run the kernel in XLA operations, on any platform; `pltpu.InterpretParams` to check its DMAs.
     """
+    q, pages, starts = call.q, call.pages, call.query_start_loc
     tokens, q_heads, head_dim = q.shape
-    kv_heads, width = pages.num_kv_heads, block_tables.shape[1]
-    q_per_kv = q_heads // kv_heads
-    tile = 1 if max_query_len == 1 else _tile(q_per_kv)
+    kv_heads, q_per_kv, width = pages.num_kv_heads, call.q_per_kv, call.block_tables.shape[1]
+    tile = 1 if call.max_query_len == 1 else _tile(q_per_kv)
     rows = round_up(tile * q_per_kv, 32 // q.dtype.itemsize) if tile == 1 else tile * q_per_kv
 
     # --- tiles: row, first query and end of the keys of each -----------------------------------------------------
-    counts = query_start_loc[1:] - query_start_loc[:-1]
-    if max_query_len == 1:
-        tile_row = jnp.arange(context_lens.shape[0], dtype=jnp.int32)
+    counts = starts[1:] - starts[:-1]
+    if call.max_query_len == 1:
+        tile_row = jnp.arange(call.context_lens.shape[0], dtype=jnp.int32)
         tile_first, used = jnp.zeros_like(tile_row), jnp.int32(tile_row.size)
     else:
-        tile_row, tile_first = prompt_tiles(query_start_loc, tokens, tile)
+        tile_row, tile_first = prompt_tiles(starts, tokens, tile)
         # an empty tile follows the used ones: its zeros are the results of padding
         used = jnp.sum(tile_row >= 0, dtype=jnp.int32) + 1
         tile_first = jnp.where(tile_row < 0, tokens, tile_first)  # offset `tokens` is past the end of every row
         tile_row = jnp.maximum(tile_row, 0)
-    past = (context_lens - counts)[tile_row].astype(jnp.int32)
+    past = (call.context_lens - counts)[tile_row].astype(jnp.int32)
     begin = past + tile_first
     end = past + jnp.minimum(tile_first + tile, counts[tile_row])
     end = jnp.where(tile_first < counts[tile_row], end, 0).astype(jnp.int32)  # 0: an empty tile
-    token = jnp.minimum(query_start_loc[tile_row] + tile_first, tokens).astype(jnp.int32)  # first of each tile
+    token = jnp.minimum(starts[tile_row] + tile_first, tokens).astype(jnp.int32)  # first of each tile
 
     problem = _Problem(
-        scale=scale,
+        scale=call.scale,
         q_per_kv=q_per_kv,
         tile=tile,
-        window=sliding_window,
-        softcap=logit_softcap,
-        has_sinks=sinks is not None,
-        has_slopes=alibi_slopes is not None,
+        window=call.sliding_window,
+        softcap=call.logit_softcap,
+        has_sinks=call.sinks is not None,
+        has_slopes=call.alibi_slopes is not None,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype),
         heads=_heads(kv_heads, rows, head_dim, pages, q.dtype),
         rows=rows,
@@ -132,7 +119,7 @@ def paged_attention(
             memory_space=pltpu.SMEM,
         )  # fmt: skip
 
-    given = [x.astype(jnp.float32) for x in (sinks, alibi_slopes) if x is not None]
+    given = [x.astype(jnp.float32) for x in (call.sinks, call.alibi_slopes) if x is not None]
     if tile == 1:
         queries = queries_of_tiles(q, token[:, None], kv_heads, rows)  # [tiles, kv_heads, rows, head_dim]
         out_shape = queries.shape
@@ -150,7 +137,7 @@ def paged_attention(
         out_spec = pl.BlockSpec((1, 1, tile, q_block, head_dim), lambda h, t, *_: (t, h, 0, 0, 0))
         per_head = [jnp.repeat(x.reshape(kv_heads, q_per_kv, 1), tile, axis=1) for x in given]
     a_head = pl.BlockSpec((heads, rows, 1), lambda h, *_: (h, 0, 0))
-    tables = block_tables.astype(jnp.int32)[:, None]  # [rows, 1, width]: one row is a whole block of memory
+    tables = call.block_tables[:, None]  # [rows, 1, width]: one row is a whole block of memory
     state = pltpu.VMEM((heads, rows, 1), jnp.float32)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     data, page_scales, scales_spec, scales_buffer = _in_hbm(pages.data, interpret), [], [], []
@@ -184,10 +171,10 @@ def paged_attention(
     )(used[None], tile_row, begin, end, token, tables, tables, queries, data, *page_scales, *per_head)  # fmt: skip
 
     # --- results in token order ----------------------------------------------------------------------------------
-    if max_query_len == 1:
-        return heads_of_tokens(result, row_of_token(query_start_loc, tokens), tile, q_per_kv)
-    index = index_in_tiles(query_start_loc, tokens, tile)
-    index = jnp.where(jnp.arange(tokens) < query_start_loc[-1], index, (used - 1) * tile)
+    if call.max_query_len == 1:
+        return heads_of_tokens(result, row_of_token(starts, tokens), tile, q_per_kv)
+    index = index_in_tiles(starts, tokens, tile)
+    index = jnp.where(jnp.arange(tokens) < starts[-1], index, (used - 1) * tile)
     return jnp.take(jnp.moveaxis(result, 1, 2).reshape(tiles * tile, q_heads, head_dim), index, axis=0, mode="clip")
 
 

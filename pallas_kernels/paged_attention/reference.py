@@ -2,63 +2,47 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_attention.call import AttentionCall
 
 
-def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-) -> Float[Array, "tokens q_heads v_dim"]:
+def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads v_dim"]:
     """See `pallas_kernels.paged_attention`. All arithmetic is in float32. Results of padding tokens are zero."""
-    del max_query_len
-    tokens, q_heads, _ = q.shape
-    rows = context_lens.shape[0]
-    q_per_kv = q_heads // pages.num_kv_heads
-    token = jnp.arange(tokens)
-    row = jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1)  # rows that end at or before this token
+    rows = call.context_lens.shape[0]
+    token = jnp.arange(call.q.shape[0])
+    row = jnp.sum(token[:, None] >= call.query_start_loc[None, 1:], axis=1)  # rows that end at or before this token
     real = row < rows
     row = jnp.minimum(row, rows - 1)
     # position of a token in its sequence: the row's last token is at context_len - 1
-    position = context_lens[row] - query_start_loc[row + 1] + token
+    position = call.context_lens[row] - call.query_start_loc[row + 1] + token
 
-    keys, values = (a[row] for a in pages.gather(block_tables, jnp.float32))  # [tokens, kv_heads, keys, dim]
-    keys, values = (jnp.repeat(a, q_per_kv, axis=1) for a in (keys, values))
+    keys, values = (a[row] for a in call.pages.gather(call.block_tables, jnp.float32))  # [tokens, kv_heads, keys, dim]
+    keys, values = (jnp.repeat(a, call.q_per_kv, axis=1) for a in (keys, values))
     key_position = jnp.arange(keys.shape[2])
     distance = position[:, None] - key_position  # [tokens, keys]
     seen = (distance >= 0) & real[:, None]
-    if sliding_window is not None:
-        seen &= distance < sliding_window
+    if call.sliding_window is not None:
+        seen &= distance < call.sliding_window
 
-    scores = jnp.einsum("thd,thkd->thk", q.astype(jnp.float32), keys, precision="highest") * scale
-    if logit_softcap is not None:
-        scores = logit_softcap * jnp.tanh(scores / logit_softcap)
-    if alibi_slopes is not None:
-        scores -= alibi_slopes.astype(jnp.float32)[None, :, None] * distance.astype(jnp.float32)[:, None, :]
+    scores = jnp.einsum("thd,thkd->thk", call.q.astype(jnp.float32), keys, precision="highest") * call.scale
+    if call.logit_softcap is not None:
+        scores = call.logit_softcap * jnp.tanh(scores / call.logit_softcap)
+    if call.alibi_slopes is not None:
+        scores -= call.alibi_slopes.astype(jnp.float32)[None, :, None] * distance.astype(jnp.float32)[:, None, :]
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     top = scores.max(axis=2, keepdims=True)
-    if sinks is not None:
-        top = jnp.maximum(top, sinks[None, :, None])
+    if call.sinks is not None:
+        top = jnp.maximum(top, call.sinks[None, :, None])
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(scores - top)
     total = weights.sum(axis=2, keepdims=True)
-    if sinks is not None:
-        total += jnp.exp(sinks[None, :, None] - top)
+    if call.sinks is not None:
+        total += jnp.exp(call.sinks[None, :, None] - top)
     weights /= jnp.where(total == 0, 1.0, total)
     # a value that no query sees may be NaN, and 0 * NaN is NaN
     values = jnp.where(seen[:, None, :, None], values, 0.0)
-    return jnp.einsum("thk,thkd->thd", weights, values, precision="highest").astype(q.dtype)
+    return jnp.einsum("thk,thkd->thd", weights, values, precision="highest").astype(call.q.dtype)
 
 
 def check_indices(

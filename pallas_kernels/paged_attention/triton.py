@@ -15,9 +15,10 @@ interpret mode would write clamped duplicates over valid rows.
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.paged_attention.triton_decode import decode
 from pallas_kernels.paged_attention.triton_keys import Given, Problem
@@ -26,18 +27,8 @@ from pallas_kernels.write_kv.triton import refuse as refuse_pages
 
 
 def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
+    call: AttentionCall,
     *,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
     tiling: Tiling | None = None,
     prefilled: Float[Array, "tokens q_heads head_dim"] | None = None,
     interpret: bool = False,
@@ -47,17 +38,18 @@ def paged_attention(
     tiling: None: chosen by device and shape. prefilled: outputs of rows of several tokens, from another kernel; None:
     these kernels compute all rows. interpret: run the kernels in XLA operations, on any platform.
     """
+    q, pages = call.q, call.pages
     problem = Problem(
-        scale=scale,
+        scale=call.scale,
         kv_heads=pages.num_kv_heads,
-        q_per_kv=q.shape[1] // pages.num_kv_heads,
+        q_per_kv=call.q_per_kv,
         head_dim=q.shape[2],
         block_size=pages.block_size,
-        table_keys=block_tables.shape[1] * pages.block_size,
-        window=sliding_window,
-        softcap=logit_softcap,
-        has_sinks=sinks is not None,
-        has_slopes=alibi_slopes is not None,
+        table_keys=call.table_keys,
+        window=call.sliding_window,
+        softcap=call.logit_softcap,
+        has_sinks=call.sinks is not None,
+        has_slopes=call.alibi_slopes is not None,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype, "none"),
         tiling=tiling or Tiling.choose(q, pages),
         interpret=interpret,
@@ -65,12 +57,12 @@ def paged_attention(
     # absent arrays have a placeholder, so that each kernel has one signature
     none = jnp.zeros(1, jnp.float32)
     given = Given(
-        block_tables, context_lens, query_start_loc,
-        none if sinks is None else sinks.astype(jnp.float32),
-        none if alibi_slopes is None else alibi_slopes.astype(jnp.float32),
+        call.block_tables, call.context_lens, call.query_start_loc,
+        none if call.sinks is None else call.sinks.astype(jnp.float32),
+        none if call.alibi_slopes is None else call.alibi_slopes.astype(jnp.float32),
         q, pages.data, none if pages.scales is None else pages.scales,
     )  # fmt: skip
-    if prefilled is None and max_query_len > 1:
+    if prefilled is None and call.max_query_len > 1:
         prefilled = prefill(problem, given)
     return decode(problem, given, prefilled)
 

@@ -12,9 +12,9 @@ With head_dim 32, tiles of 56 rows and more gave other bits.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiles import (
     heads_of_tokens,
     index_in_tiles,
@@ -38,47 +38,31 @@ TILE_GROUP = 16
 MIN_TILES, MIN_SCORES = 8, 4096
 
 
-def paged_attention(
-    q: Float[Array, "tokens q_heads head_dim"],
-    pages: KVPages,
-    block_tables: Int[Array, "rows width"],
-    context_lens: Int[Array, " rows"],
-    query_start_loc: Int[Array, " rows_plus_1"],
-    *,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    device_loops: bool,
-) -> Float[Array, "tokens q_heads v_dim"]:
+def paged_attention(call: AttentionCall, *, device_loops: bool) -> Float[Array, "tokens q_heads v_dim"]:
     """See `pallas_kernels.paged_attention`.
 
     device_loops: loops end at the last key that is needed (CPU). Otherwise they run over the whole block table: on GPU,
     XLA copies the condition of a loop of unknown length to the host in every iteration.
     """
-    tokens, q_heads, head_dim = q.shape
-    v_dim = pages.v_dim or head_dim
-    rows, kv_heads = context_lens.shape[0], pages.num_kv_heads
-    q_per_kv = q_heads // kv_heads
+    q, pages, tokens, rows = call.q, call.pages, call.q.shape[0], call.context_lens.shape[0]
+    kv_heads, q_per_kv = pages.num_kv_heads, call.q_per_kv
     # tokens and rows of a tile; if q_per_kv is larger than TILE_ROWS, a tile has one token
-    tile = 1 if max_query_len == 1 else max(1, TILE_ROWS // q_per_kv)
+    tile = 1 if call.max_query_len == 1 else max(1, TILE_ROWS // q_per_kv)
     padded = max(TILE_ROWS, round_up(q_per_kv, 8))
     # rows of a tile in the softmax; the matmuls need more padding
     soft_rows = min(padded, max(tile * q_per_kv, -(-MIN_SCORES // (MIN_TILES * kv_heads * KEYS_PER_STEP))))
 
     # --- tiles: row and first token of each --------------------------------------------------------------------
-    counts = query_start_loc[1:] - query_start_loc[:-1]
-    if max_query_len == 1:
+    counts = call.query_start_loc[1:] - call.query_start_loc[:-1]
+    if call.max_query_len == 1:
         num_tiles = used_tiles = round_up(rows, TILE_GROUP if rows > TILE_GROUP else MIN_TILES)
         # longest rows first, so that tiles that loop together need about the same number of keys
-        order = jnp.argsort(-context_lens) if device_loops else jnp.arange(rows)
+        order = jnp.argsort(-call.context_lens) if device_loops else jnp.arange(rows)
         index_of_row = jnp.argsort(order)
         tile_row = jnp.pad(order, (0, num_tiles - rows))
         tile_first = jnp.where(jnp.arange(num_tiles) < rows, 0, tile)  # offset `tile` is past the row's token
     else:
-        tile_row, tile_first = prompt_tiles(query_start_loc, tokens, tile)
+        tile_row, tile_first = prompt_tiles(call.query_start_loc, tokens, tile)
         used_tiles = jnp.sum(tile_row >= 0)
         num_tiles = round_up(tile_row.shape[0], TILE_GROUP)
         tile_first = jnp.where(tile_row < 0, tokens, tile_first)  # offset `tokens` is past the end of every row
@@ -87,19 +71,19 @@ def paged_attention(
             for a, b in ((jnp.maximum(tile_row, 0), 0), (tile_first, tokens))
         )
     offset = tile_first[:, None] + jnp.arange(tile)  # [tiles, tile] index among the row's tokens
-    start = query_start_loc[tile_row][:, None]
+    start = call.query_start_loc[tile_row][:, None]
     real = (offset >= 0) & (offset < counts[tile_row][:, None])
-    query_position = jnp.where(real, (context_lens - counts)[tile_row][:, None] + offset, -1)
+    query_position = jnp.where(real, (call.context_lens - counts)[tile_row][:, None] + offset, -1)
     # keys that the tile needs: tile_begin to tile_end - 1; an empty tile needs none
     tile_end = query_position.max(axis=1) + 1
     large = jnp.iinfo(jnp.int32).max
-    tile_begin = jnp.where(real, query_position, large).min(axis=1) - (sliding_window or large) + 1
+    tile_begin = jnp.where(real, query_position, large).min(axis=1) - (call.sliding_window or large) + 1
     queries = queries_of_tiles(q, start + offset, kv_heads, padded)  # [tiles, kv_heads, padded, head_dim]
 
     blocks_per_step = max(1, KEYS_PER_STEP // pages.block_size)
     keys_per_step = blocks_per_step * pages.block_size
-    steps = -(-block_tables.shape[1] // blocks_per_step)
-    tables = jnp.pad(block_tables, ((0, 0), (0, steps * blocks_per_step - block_tables.shape[1])))
+    steps = -(-call.block_tables.shape[1] // blocks_per_step)
+    tables = jnp.pad(call.block_tables, ((0, 0), (0, steps * blocks_per_step - call.block_tables.shape[1])))
 
     def attend(first: Array | int, size: int) -> Float[Array, "size kv_heads soft_rows v_dim"]:
         """Results of the tiles first to first + size - 1, over all keys that they need."""
@@ -120,18 +104,18 @@ def paged_attention(
             key_position = step * keys_per_step + jnp.arange(keys_per_step)
             # a value that no query sees may be NaN, and 0 * NaN is NaN
             needed = key_position < end[:, None]
-            if sliding_window is not None:
+            if call.sliding_window is not None:
                 needed &= key_position >= begin[:, None]
             v = jnp.where(needed[:, None, :, None], v, 0)
-            scores = _product("thqd,thkd->thqk", x, k)[:, :, :soft_rows] * scale
+            scores = _product("thqd,thkd->thqk", x, k)[:, :, :soft_rows] * call.scale
             distance = position[:, :, None] - key_position
             seen = distance >= 0
-            if sliding_window is not None:
-                seen &= distance < sliding_window
-            if logit_softcap is not None:
-                scores = logit_softcap * jnp.tanh(scores / logit_softcap)
-            if alibi_slopes is not None:
-                slopes = values_of_tiles(alibi_slopes, kv_heads, tile, soft_rows)
+            if call.sliding_window is not None:
+                seen &= distance < call.sliding_window
+            if call.logit_softcap is not None:
+                scores = call.logit_softcap * jnp.tanh(scores / call.logit_softcap)
+            if call.alibi_slopes is not None:
+                slopes = values_of_tiles(call.alibi_slopes, kv_heads, tile, soft_rows)
                 scores -= slopes[..., None] * distance.astype(jnp.float32)[:, None]
             scores = jnp.where(seen[:, None], scores, MASKED)
             new_top = jnp.maximum(top, scores.max(axis=3))
@@ -142,16 +126,16 @@ def paged_attention(
             return out * shrink[..., None] + added, new_top, total * shrink + weights.sum(axis=3)
 
         zeros = jnp.zeros((size, kv_heads, soft_rows), jnp.float32)
-        carry = (jnp.zeros((size, kv_heads, soft_rows, v_dim), jnp.float32), zeros + MASKED, zeros)
+        carry = (jnp.zeros((size, kv_heads, soft_rows, call.v_dim), jnp.float32), zeros + MASKED, zeros)
         if device_loops:
             low = jnp.int32(0)
-            if sliding_window is not None:
+            if call.sliding_window is not None:
                 low = jnp.maximum(begin.min(), 0) // keys_per_step
             out, top, total = lax.fori_loop(low, -(-end.max() // keys_per_step), over_keys, carry)
         else:
             out, top, total = lax.fori_loop(0, steps, over_keys, carry)
-        if sinks is not None:
-            total += jnp.exp(values_of_tiles(sinks, kv_heads, tile, soft_rows) - top)
+        if call.sinks is not None:
+            total += jnp.exp(values_of_tiles(call.sinks, kv_heads, tile, soft_rows) - top)
         return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
 
     if not device_loops or num_tiles <= TILE_GROUP:
@@ -161,14 +145,14 @@ def paged_attention(
         def next_tiles(i: Array, result: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(result, attend(i * TILE_GROUP, TILE_GROUP), i * TILE_GROUP, axis=0)
 
-        empty = jnp.zeros((num_tiles, kv_heads, soft_rows, v_dim), q.dtype)
+        empty = jnp.zeros((num_tiles, kv_heads, soft_rows, call.v_dim), q.dtype)
         result = lax.fori_loop(0, -(-used_tiles // TILE_GROUP), next_tiles, empty)
 
     # --- results in token order --------------------------------------------------------------------------------
-    if max_query_len == 1:
-        index = index_of_row[row_of_token(query_start_loc, tokens)]
+    if call.max_query_len == 1:
+        index = index_of_row[row_of_token(call.query_start_loc, tokens)]
     else:
-        index = index_in_tiles(query_start_loc, tokens, tile)
+        index = index_in_tiles(call.query_start_loc, tokens, tile)
     return heads_of_tokens(result, index, tile, q_per_kv)
 
 

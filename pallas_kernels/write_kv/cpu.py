@@ -1,7 +1,6 @@
 """write_kv for CPUs: calls the kernel of `write_qkv/cpu_kernel.py`, as write_qkv does, through XLA's FFI."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_pages import FLOATS, KVPages
 from pallas_kernels.native import library
 from pallas_kernels.native.kinds import KINDS
+from pallas_kernels.raw_qkv import RawQKV
 
 # indices of the int32 options; EPS has the bits of a float32
 KIND, PAGE_KIND, FLAGS, EPS = range(4)
@@ -35,7 +35,7 @@ def write_kv(
         # in JAX 0.10, a scatter into 16-bit pages converts all pages to float32 and back
         return pages.scatter(k, v, slot_mapping)
     with_queries = jnp.stack([k, k, v], axis=2)  # the kernel needs a query head; its result is unused
-    return call_kernel(name, pages, with_queries, slot_mapping, None, None, None, None, None, norm_eps=0.0)[1]
+    return call_kernel(name, pages, RawQKV(with_queries), slot_mapping)[1]
 
 
 def _check(name: str) -> None:
@@ -48,8 +48,9 @@ def _check(name: str) -> None:
             qkv, bias = (rng.standard_normal(shape).astype(dtype) for shape in ((11, 2, 5, 48), (2, 5, 48)))
             angles, weights = rng.uniform(0, 6, (11, 16)).astype(np.float32), np.full(48, 1.5, dtype)
             pages = KVPages(jnp.zeros((4, 2, 2, 8, 48), dtype))
-            arrays = (qkv, slots, bias, np.cos(angles), np.sin(angles), weights, weights)
-            q, pages = call_kernel(name, pages, *map(jnp.asarray, arrays), norm_eps=1e-6)
+            arrays = (qkv, bias, np.cos(angles), np.sin(angles), weights, weights)
+            raw = RawQKV(*map(jnp.asarray, arrays), norm_eps=1e-6)
+            q, pages = call_kernel(name, pages, raw, jnp.asarray(slots))
             expected = _in_float64(qkv, bias, angles, 1.5)
             stored = np.zeros((32, 2, 2, 48))  # slot, KV head, key or value
             stored[slots[slots >= 0]] = expected[slots >= 0, :, 3:]
@@ -73,21 +74,24 @@ def _in_float64(qkv: np.ndarray, bias: np.ndarray, angles: np.ndarray, weight: f
 
 
 def call_kernel(
-    name: str, pages: KVPages, qkv: Any, slot_mapping: Any, bias: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any,
-    *, norm_eps: float,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:  # fmt: skip
+    name: str, pages: KVPages, raw: RawQKV, slot_mapping: Int[Array, " tokens"]
+) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
     """Call the kernel. name: of `kernel`. Other arguments and results are those of `write_qkv`."""
+    qkv = raw.qkv
     tokens, kv_heads, lanes, head_dim = qkv.shape
     options = np.zeros(4, np.int32)
     options[KIND], options[PAGE_KIND] = KINDS[qkv.dtype], KINDS[pages.dtype]
-    options[FLAGS] = BIAS * (bias is not None) + NORM * (q_norm is not None) + ROPE * (cos is not None)
-    options[EPS : EPS + 1] = np.array([norm_eps], np.float32).view(np.int32)
+    options[FLAGS] = BIAS * (raw.bias is not None) + NORM * (raw.q_norm is not None) + ROPE * (raw.cos is not None)
+    options[EPS : EPS + 1] = np.array([raw.norm_eps], np.float32).view(np.int32)
     shapes = [
         jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), head_dim), qkv.dtype),
         jax.ShapeDtypeStruct(pages.data.shape, pages.dtype),
     ]
     call = jax.ffi.ffi_call(name, shapes, input_output_aliases={8: 1})
-    arrays = [(bias, jnp.float32), (cos, jnp.float32), (sin, jnp.float32), (q_norm, qkv.dtype), (k_norm, qkv.dtype)]
+    arrays = [
+        (raw.bias, jnp.float32), (raw.cos, jnp.float32), (raw.sin, jnp.float32),
+        (raw.q_norm, qkv.dtype), (raw.k_norm, qkv.dtype),
+    ]  # fmt: skip
     given = [np.zeros((1, 1), np.float32) if array is None else array.astype(dtype) for array, dtype in arrays]
     q, data = call(options, qkv, slot_mapping, *given, pages.data)
     return q, dataclasses.replace(pages, data=data)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages
 from pallas_kernels.kv_pages import FLOATS, KVPages
 from pallas_kernels.platforms import Implementation, choose, compiled_on, default_device, pick
+from pallas_kernels.raw_qkv import RawQKV
 from pallas_kernels.write_kv import IMPLEMENTATIONS as WRITES
 from pallas_kernels.write_qkv import cpu, triton, xla
 
@@ -49,18 +50,16 @@ def write_qkv(
     Returns q in qkv's dtype, with heads in the order of the KV heads. The write is in place if the pages are donated.
     Raises ValueError, which names the argument.
     """
-    _check(pages, qkv, bias, cos, sin, q_norm, k_norm)
+    raw = RawQKV(qkv, bias, cos, sin, q_norm, k_norm, expect_number("norm_eps", norm_eps))
+    _check(pages, raw)
     tokens, kv_heads, lanes, head_dim = qkv.shape
     expect_integers("slot_mapping", slot_mapping, "[tokens]")
     if slot_mapping.shape != (tokens,):
         raise ValueError(f"slot_mapping {slot_mapping.shape}: must be [{tokens}], one per token of qkv")
-    norm_eps = expect_number("norm_eps", norm_eps)
     write = pick(IMPLEMENTATIONS, implementation, pages)
     if not tokens:
         return jnp.zeros((0, kv_heads * (lanes - 2), head_dim), qkv.dtype), pages
-    return write(
-        pages, qkv, slot_mapping.astype(jnp.int32), bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps
-    )
+    return write(pages, raw, slot_mapping.astype(jnp.int32))
 
 
 def finish_qkv(
@@ -84,33 +83,23 @@ def finish_qkv(
     It is for keys and values that other devices need too. Arguments and errors as in `write_qkv`; `pages` do not
     change. k and v have the dtype of `pages` if that is a float, else qkv's.
     """
-    _check(pages, qkv, bias, cos, sin, q_norm, k_norm)
-    norm_eps = expect_number("norm_eps", norm_eps)
+    raw = RawQKV(qkv, bias, cos, sin, q_norm, k_norm, expect_number("norm_eps", norm_eps))
+    _check(pages, raw)
     name = implementation or choose(IMPLEMENTATIONS, default_device(), pages)
     pick(IMPLEMENTATIONS, name, pages)  # raises if it cannot take the call
     fused = name == "triton" or (name == "cpu" and pages.dtype in FLOATS)
     if not fused:
-        return xla.finish(qkv, bias, cos, sin, q_norm, k_norm, norm_eps=norm_eps)
+        return xla.finish(raw)
     tokens, kv_heads, _, head_dim = qkv.shape
     dtype = pages.dtype if pages.dtype in FLOATS else qkv.dtype
     one_block = KVPages(jnp.zeros((1, 2, kv_heads, tokens, head_dim), dtype))  # the kernel stores into it
-    q, one_block = write_qkv(
-        one_block, qkv, jnp.arange(tokens), bias=bias, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm,
-        norm_eps=norm_eps, implementation=name,
-    )  # fmt: skip
+    q, one_block = write_qkv(one_block, slot_mapping=jnp.arange(tokens), **vars(raw), implementation=name)
     return q, one_block.data[0, 0].swapaxes(0, 1), one_block.data[0, 1].swapaxes(0, 1)
 
 
-def _check(
-    pages: KVPages,
-    qkv: Float[Array, "tokens kv_heads q_per_kv_plus_2 head_dim"],
-    bias: Float[Array, "kv_heads q_per_kv_plus_2 head_dim"] | None,
-    cos: Float[Array, "tokens half"] | None,
-    sin: Float[Array, "tokens half"] | None,
-    q_norm: Float[Array, " head_dim"] | None,
-    k_norm: Float[Array, " head_dim"] | None,
-) -> None:
+def _check(pages: KVPages, raw: RawQKV) -> None:
     """Raise ValueError for arguments of `write_qkv` that do not fit each other."""
+    qkv, cos, sin = raw.qkv, raw.cos, raw.sin
     expect_pages(pages)
     expect_floats("qkv", qkv, "[tokens, kv_heads, q_per_kv + 2, head_dim]")
     if pages.v_dim is not None:
@@ -121,7 +110,7 @@ def _check(
             f"qkv {qkv.shape}: must be [tokens, {pages.num_kv_heads}, q_per_kv + 2, {pages.head_dim}], as the pages "
             "have"
         )
-    if (cos is None) != (sin is None) or (q_norm is None) != (k_norm is None):
+    if (cos is None) != (sin is None) or (raw.q_norm is None) != (raw.k_norm is None):
         raise ValueError("cos and sin, q_norm and k_norm: give both of a pair, or neither")
     for part, given in (("cos", cos), ("sin", sin)):
         if given is not None:
@@ -130,8 +119,8 @@ def _check(
             raise ValueError(f"{part} {given.shape}: must be [{tokens}, half], half 1 to {head_dim // 2}")
     if cos is not None and sin is not None and cos.shape != sin.shape:
         raise ValueError(f"cos {cos.shape}, sin {sin.shape}: must have the same shape")
-    for part, given in (("q_norm", q_norm), ("k_norm", k_norm)):
+    for part, given in (("q_norm", raw.q_norm), ("k_norm", raw.k_norm)):
         if given is not None and given.shape != (head_dim,):
             raise ValueError(f"{part} {given.shape}: must be [{head_dim}]")
-    if bias is not None and bias.shape != qkv.shape[1:]:
-        raise ValueError(f"bias {bias.shape}: must be {list(qkv.shape[1:])}, as in qkv")
+    if raw.bias is not None and raw.bias.shape != qkv.shape[1:]:
+        raise ValueError(f"bias {raw.bias.shape}: must be {list(qkv.shape[1:])}, as in qkv")

@@ -18,33 +18,25 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.raw_qkv import RawQKV
 from pallas_kernels.write_kv.triton import TILE_TOKENS, PageWriter, Piece, call_with_pages
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 
 
 def write_qkv(
-    pages: KVPages,
-    qkv: Float[Array, "tokens kv_heads q_per_kv_plus_2 head_dim"],
-    slot_mapping: Int[Array, " tokens"],
-    bias: Float[Array, "kv_heads q_per_kv_plus_2 head_dim"] | None,
-    cos: Float[Array, "tokens half"] | None,
-    sin: Float[Array, "tokens half"] | None,
-    q_norm: Float[Array, " head_dim"] | None,
-    k_norm: Float[Array, " head_dim"] | None,
-    *,
-    norm_eps: float,
-    interpret: bool = False,
+    pages: KVPages, raw: RawQKV, slot_mapping: Int[Array, " tokens"], *, interpret: bool = False
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVPages]:
     """See `pallas_kernels.write_qkv`. interpret: run the kernel in XLA operations, on any platform."""
-    tokens, kv_heads, lanes, head_dim = qkv.shape
-    optional = {"bias": bias, "cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
+    tokens, kv_heads, lanes, head_dim = raw.qkv.shape
+    optional = {name: getattr(raw, name) for name in ("bias", "cos", "sin", "q_norm", "k_norm")}
     given = {name: value for name, value in optional.items() if value is not None}
+    half = 0 if raw.cos is None else raw.cos.shape[1]
     (q,), pages = call_with_pages(
-        functools.partial(_kernel, names=tuple(given), half=0 if cos is None else cos.shape[1], norm_eps=norm_eps),
-        "write_qkv", pages, (slot_mapping, qkv, *given.values()), interpret=interpret,
+        functools.partial(_kernel, names=tuple(given), half=half, norm_eps=raw.norm_eps),
+        "write_qkv", pages, (slot_mapping, raw.qkv, *given.values()), interpret=interpret,
         grid=(-(-tokens // TILE_TOKENS), kv_heads, lanes),
-        out=[jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), head_dim), qkv.dtype)],
+        out=[jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), head_dim), raw.qkv.dtype)],
     )  # fmt: skip
     return q, pages
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import KVPages, paged_attention
+from pallas_kernels.paged_attention.call import AttentionCall
 from tests.support.device_arrays import device_array
 
 # Largest absolute difference from float64 on inputs from N(0, 1), up to 1,024 keys.
@@ -103,14 +104,22 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0, shared=0):
     }
 
 
+def attention_call(shape: Shape, case) -> AttentionCall:
+    """The call as implementations take it."""
+    return AttentionCall(**case, **_device_options(shape), max_query_len=shape.tokens or 1)
+
+
+def _device_options(shape: Shape) -> dict:
+    return {k: device_array(v, v.dtype) if isinstance(v, np.ndarray) else v for k, v in shape.options.items()}
+
+
 @functools.cache
 def _program(shape: Shape, implementation: str, tiling):
     """The jitted call. tiling: part of the cache key only; tests that patch the choice of tiles pass another one."""
-    given = {k: device_array(v, v.dtype) if isinstance(v, np.ndarray) else v for k, v in shape.options.items()}
-    call = functools.partial(
-        paged_attention, implementation=implementation, max_query_len=shape.tokens or 1, **given
-    )
-    return jax.jit(call)
+    options = _device_options(shape)
+    return jax.jit(functools.partial(
+        paged_attention, implementation=implementation, max_query_len=shape.tokens or 1, **options
+    ))  # fmt: skip
 
 
 def attend(shape: Shape, case, implementation, tiling=None):

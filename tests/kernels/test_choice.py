@@ -1,5 +1,6 @@
 """Choice of implementations by device and shape, and `self_check`, which detects wrong ones."""
 
+import dataclasses
 import importlib
 import re
 
@@ -63,8 +64,8 @@ def test_self_check_detects_a_wrong_write(monkeypatch):
 @pytest.mark.slow
 def test_self_check_detects_nan(monkeypatch):
     """Queries that a wrong write has made NaN are found, although attention is then NaN in the reference too."""
-    def nan_queries(pages, qkv, *args, **options):
-        q, pages = write_qkv.IMPLEMENTATIONS["xla"].call(pages, qkv, *args, **options)
+    def nan_queries(*args):
+        q, pages = write_qkv.IMPLEMENTATIONS["xla"].call(*args)
         return q.at[0].set(jnp.nan), pages
 
     monkeypatch.setitem(write_qkv.IMPLEMENTATIONS, "triton", Implementation(nan_queries))
@@ -74,8 +75,8 @@ def test_self_check_detects_nan(monkeypatch):
 
 
 def test_self_check_detects_a_wrong_kernel(monkeypatch):
-    def without_scale(*args, **options):
-        return IMPLEMENTATIONS["xla_loop"].call(*args, **{**options, "scale": 1.0})
+    def without_scale(call):
+        return IMPLEMENTATIONS["xla_loop"].call(dataclasses.replace(call, scale=1.0))
 
     monkeypatch.setitem(IMPLEMENTATIONS, "wrong", Implementation(without_scale))
     with pytest.raises(KernelCheckError, match=r"'wrong' on .*case decode .*differs from the reference by"):
@@ -87,8 +88,8 @@ def test_self_check_detects_a_wrong_kernel(monkeypatch):
     [("with_sinks", "sinks"), pytest.param("with_alibi", "alibi_slopes", marks=pytest.mark.slow)],
 )
 def test_self_check_detects_a_kernel_that_ignores_an_option(monkeypatch, option, argument):
-    def ignores_option(*args, **options):
-        return IMPLEMENTATIONS["xla_loop"].call(*args, **{**options, argument: None})
+    def ignores_option(call):
+        return IMPLEMENTATIONS["xla_loop"].call(dataclasses.replace(call, **{argument: None}))
 
     monkeypatch.setitem(IMPLEMENTATIONS, f"no {argument}", Implementation(ignores_option))
     with pytest.raises(KernelCheckError, match=rf"'no {argument}' on .*differs from the reference by"):

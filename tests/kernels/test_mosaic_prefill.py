@@ -22,8 +22,7 @@ from pallas_kernels.paged_attention import mosaic_gpu_prefill, triton
 from tests.kernels import lowered
 from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import mosaic_kernel, tool
-from tests.kernels.oracle import TOLERANCE, Shape, expected, make_case
-from tests.support.device_arrays import device_array
+from tests.kernels.oracle import TOLERANCE, Shape, attention_call, expected, make_case
 from tests.support.deviceless import H200
 
 has_interpreter = pytest.mark.skipif(
@@ -39,10 +38,9 @@ ROWS = ((45, 257), (1, 30), (9, 128))
 def prefill(shape, rows, params=None):
     """Outputs of rows with several tokens, and the expected ones."""
     case = make_case(shape, rows)
-    options = {name: device_array(v, v.dtype) if isinstance(v, np.ndarray) else v for name, v in shape.options.items()}
-    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill, **options))
+    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill))
     with plgpu.force_gpu_interpret_mode(*(() if params is None else (params,))):
-        out = np.asarray(call(*case.values()), np.float32)
+        out = np.asarray(call(attention_call(shape, case)), np.float32)
     counts = [count for count, _ in rows]
     chosen = np.repeat(np.asarray(counts) > 1, counts)
     return out[: len(chosen)][chosen], expected(shape, case)[chosen]
@@ -86,9 +84,9 @@ def test_bits_of_a_token_do_not_depend_on_the_chunk():
     starts = np.full(PLAIN.rows + 1, 20, np.int32)
     starts[0] = 0
     last = case | {"q": np.asarray(case["q"])[31:], "query_start_loc": starts}
-    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill, **PLAIN.options))
+    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill))
     with plgpu.force_gpu_interpret_mode():
-        whole, chunk = (np.asarray(call(*each.values()), np.float32) for each in (case, last))
+        whole, chunk = (np.asarray(call(attention_call(PLAIN, each)), np.float32) for each in (case, last))
     np.testing.assert_array_equal(whole[31:51], chunk[:20])
 
 
@@ -131,13 +129,12 @@ def test_the_decode_through_triton_completes_the_output():
     """The interpreter of Mosaic GPU takes no Triton kernels: the reference's output stands for that of the prefill."""
     shape = Shape(head_dim=64, dtype="bfloat16")
     case = make_case(shape)
-    options = shape.options | {"max_query_len": 64}
-    reference = jax.jit(functools.partial(paged_attention, **options, implementation="reference"))
-    right, counts = np.asarray(reference(**case)), np.diff(case["query_start_loc"])
+    reference = functools.partial(paged_attention, **shape.options, max_query_len=64, implementation="reference")
+    right, counts = np.asarray(jax.jit(reference)(**case)), np.diff(case["query_start_loc"])
     one_token, prefilled = np.repeat(counts == 1, counts), right.copy()
     prefilled[: len(one_token)][one_token] = 0
-    call = jax.jit(functools.partial(triton.paged_attention, **options, interpret=True))
-    out = np.asarray(call(**case, prefilled=prefilled))
+    call = jax.jit(functools.partial(triton.paged_attention, interpret=True))
+    out = np.asarray(call(attention_call(shape, case), prefilled=prefilled))
     assert prefilled[0].any() != out[0].any()  # the first row has one token
     used = len(one_token)
     np.testing.assert_allclose(

@@ -15,7 +15,7 @@ from pallas_kernels import KVPages, write_kv
 from pallas_kernels.paged_attention import mosaic_tpu
 from pallas_kernels.write_kv import mosaic_tpu as mosaic_tpu_write
 from tests.kernels.fake_devices import device_like
-from tests.kernels.oracle import TOLERANCE, Shape, attend, expected, make_case
+from tests.kernels.oracle import TOLERANCE, Shape, attend, attention_call, expected, make_case
 from tests.support.device_arrays import device_array
 
 pytestmark = pytest.mark.codegen
@@ -50,11 +50,8 @@ def test_waits_for_the_pages_that_it_reads(kv_dtype):
     """JAX simulates a TPU's memory: a copy happens when the kernel waits for it, and races are reported."""
     shape = dataclasses.replace(LONG, kv_heads=2, window=300, kv_dtype=kv_dtype)
     case = make_case(shape, MANY_STEPS)
-    call = functools.partial(
-        mosaic_tpu.paged_attention, **shape.options, max_query_len=1,
-        interpret=pltpu.InterpretParams(detect_races=True),
-    )  # fmt: skip
-    result = jax.jit(call)(*case.values())
+    call = functools.partial(mosaic_tpu.paged_attention, interpret=pltpu.InterpretParams(detect_races=True))
+    result = jax.jit(call)(attention_call(shape, case))
     count = int(np.asarray(case["query_start_loc"])[-1])
     np.testing.assert_allclose(np.asarray(result)[:count], expected(shape, case), atol=TOLERANCE["float32"])
     assert not interpret_pallas_call.races.races_found
