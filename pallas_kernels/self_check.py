@@ -97,8 +97,9 @@ def self_check(
         q, written = write_all(write=write)
         # both attention calls read the same pages; the writes are compared separately
         attend = functools.partial(
-            _attend, q, written, *rows, sliding_window=sliding_window, logit_softcap=logit_softcap,
-            max_query_len=max(counts), sinks=a_head[0] if with_sinks else None,
+            # this scale spreads the weights over many keys, as in a model
+            _attend, q, written, *rows, scale=head_dim**-0.5, max_query_len=max(counts), sliding_window=sliding_window,
+            logit_softcap=logit_softcap, sinks=a_head[0] if with_sinks else None,
             alibi_slopes=a_head[1] if with_alibi else None,
         )  # fmt: skip
         expected_q, expected = write_all(write="xla")
@@ -212,14 +213,6 @@ def _write(
     return write_qkv(pages, qkv, new_slots, cos=cos, sin=sin, q_norm=ones, k_norm=ones, implementation=write)
 
 
-@functools.partial(jax.jit, static_argnames=("sliding_window", "logit_softcap", "max_query_len", "implementation"))
-def _attend(
-    q: Any, pages: KVPages, tables: Any, lens: Any, starts: Any, *, sliding_window: int | None,
-    logit_softcap: float | None, sinks: Any, alibi_slopes: Any, max_query_len: int, implementation: str,
-) -> Any:  # fmt: skip
-    # this scale spreads the weights over many keys, as in a model
-    return paged_attention(
-        q, pages, tables, lens, starts, scale=q.shape[2] ** -0.5, max_query_len=max_query_len,
-        sliding_window=sliding_window, logit_softcap=logit_softcap, sinks=sinks, alibi_slopes=alibi_slopes,
-        implementation=implementation,
-    )  # fmt: skip
+_attend = jax.jit(
+    paged_attention, static_argnames=("scale", "max_query_len", "sliding_window", "logit_softcap", "implementation")
+)

@@ -1,7 +1,8 @@
-"""AttentionCall: the arguments of paged_attention, in the form that all implementations take."""
+"""AttentionCall: the arguments of paged_attention, as all implementations take them. StaticParameters: for kernels."""
 
 import dataclasses
 import functools
+from typing import Any, Self
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -44,3 +45,26 @@ class AttentionCall:
     def v_dim(self) -> int:
         """Numbers per head of the result."""
         return self.pages.v_dim or self.q.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticParameters:
+    """Static parameters of a call, for the code of kernels. A kernel adds its own as a subclass."""
+
+    scale: float
+    q_per_kv: int
+    head_dim: int
+    block_size: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    has_slopes: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall, **own: Any) -> Self:
+        """The parameters of a call. own: the fields that the subclass adds."""
+        return cls(
+            scale=call.scale, q_per_kv=call.q_per_kv, head_dim=call.q.shape[2], block_size=call.pages.block_size,
+            window=call.sliding_window, softcap=call.logit_softcap, has_sinks=call.sinks is not None,
+            has_slopes=call.alibi_slopes is not None, **own,
+        )  # fmt: skip

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_attention.call import AttentionCall
+from pallas_kernels.paged_attention.call import AttentionCall, StaticParameters
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import nvidia_capability
 
@@ -45,17 +45,8 @@ def decode(call: AttentionCall, *, tiling: Tiling | None = None) -> Float[Array,
     rows, kv_heads, q_per_kv = call.context_lens.shape[0], call.pages.num_kv_heads, call.q_per_kv
     tiling = tiling or Tiling.choose(call.q, call.pages)
     split_keys = max([tiling.min_split_keys, *tiling.longer_splits(call.table_keys, kv_heads)])
-    problem = _Problem(
-        scale=call.scale,
-        lanes=-(-q_per_kv // 8) * 8,
-        head_dim=head_dim,
-        block_size=call.pages.block_size,
-        window=call.sliding_window,
-        softcap=call.logit_softcap,
-        has_slopes=call.alibi_slopes is not None,
-        split_keys=split_keys,
-        splits=-(-call.table_keys // split_keys),
-    )
+    splits = -(-call.table_keys // split_keys)
+    problem = _Problem.of(call, lanes=-(-q_per_kv // 8) * 8, split_keys=split_keys, splits=splits)
     # query heads of a KV head, padded to a multiple of 8 rows, the unit of tiles in shared memory
     q = jnp.take(call.q, call.query_start_loc[:-1], axis=0, mode="clip")
     lanes = jnp.pad(
@@ -71,16 +62,10 @@ def decode(call: AttentionCall, *, tiling: Tiling | None = None) -> Float[Array,
 
 
 @dataclasses.dataclass(frozen=True)
-class _Problem:
-    """Static parameters of a call."""
+class _Problem(StaticParameters):
+    """Static parameters of a call to this kernel."""
 
-    scale: float
     lanes: int       # query heads of a KV head, padded to a multiple of 8
-    head_dim: int
-    block_size: int
-    window: int | None
-    softcap: float | None
-    has_slopes: bool
     split_keys: int
     splits: int
 

@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_attention.call import AttentionCall
+from pallas_kernels.paged_attention.call import AttentionCall, StaticParameters
 from pallas_kernels.paged_attention.tiles import prompt_tiles
 from pallas_kernels.platforms import is_interpreted, nvidia_capability
 
@@ -43,18 +43,10 @@ REGISTERS, COPY_REGISTERS = 232, 40  # per thread that attends, and that copies:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Problem:
-    """Static parameters of a call."""
+class _Problem(StaticParameters):
+    """Static parameters of a call to this kernel."""
 
-    scale: float
-    q_per_kv: int
-    head_dim: int
-    block_size: int
     itemsize: int
-    window: int | None
-    softcap: float | None
-    has_sinks: bool
-    has_slopes: bool
     interpreted: bool
 
     @property
@@ -164,18 +156,7 @@ def prefill(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
             raise ValueError(f"{name}: the prefill through Mosaic GPU needs JAX 0.11 for them, 'triton' does not")
     q, pages, starts = call.q, call.pages, call.query_start_loc
     tokens, q_heads, head_dim = q.shape
-    problem = _Problem(
-        scale=call.scale,
-        q_per_kv=call.q_per_kv,
-        head_dim=head_dim,
-        block_size=pages.block_size,
-        itemsize=q.dtype.itemsize,
-        window=call.sliding_window,
-        softcap=call.logit_softcap,
-        has_sinks=call.sinks is not None,
-        has_slopes=call.alibi_slopes is not None,
-        interpreted=is_interpreted(),
-    )
+    problem = _Problem.of(call, itemsize=q.dtype.itemsize, interpreted=is_interpreted())
     # a unit reads `problem.tokens` tokens, even where the call has fewer
     q = jnp.pad(q, ((0, max(0, problem.tokens - tokens)), (0, 0), (0, 0)))
     tile_row, tile_first = prompt_tiles(starts, tokens, 2 * problem.tokens)

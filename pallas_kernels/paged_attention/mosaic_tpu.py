@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kv_pages import FP8, INT8, KVPages
-from pallas_kernels.paged_attention.call import AttentionCall
+from pallas_kernels.paged_attention.call import AttentionCall, StaticParameters
 from pallas_kernels.paged_attention.tiles import (
     heads_of_tokens,
     index_in_tiles,
@@ -94,18 +94,12 @@ def paged_attention(call: AttentionCall, *, interpret: Any = False) -> Float[Arr
     end = jnp.where(tile_first < counts[tile_row], end, 0).astype(jnp.int32)  # 0: an empty tile
     token = jnp.minimum(starts[tile_row] + tile_first, tokens).astype(jnp.int32)  # first of each tile
 
-    problem = _Problem(
-        scale=call.scale,
-        q_per_kv=q_per_kv,
+    problem = _Problem.of(
+        call,
         tile=tile,
-        window=call.sliding_window,
-        softcap=call.logit_softcap,
-        has_sinks=call.sinks is not None,
-        has_slopes=call.alibi_slopes is not None,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype),
         heads=_heads(kv_heads, rows, head_dim, pages, q.dtype),
         rows=rows,
-        block_size=pages.block_size,
         step_pages=max(1, KEYS_PER_STEP // pages.block_size),
     )
 
@@ -184,20 +178,13 @@ def _tile(q_per_kv: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Problem:
-    """Static parameters of a call."""
+class _Problem(StaticParameters):
+    """Static parameters of a call to this kernel."""
 
-    scale: float
-    q_per_kv: int
     tile: int        # tokens per tile
-    window: int | None
-    softcap: float | None
-    has_sinks: bool
-    has_slopes: bool
     scales: str | None  # of 8-bit pages: one per "token" and KV head (int8), or one per KV "head" (fp8)
     heads: int       # KV heads per program
     rows: int        # query rows of a tile per KV head, with padding
-    block_size: int
     step_pages: int  # pages per step of the loop over keys
 
     @property

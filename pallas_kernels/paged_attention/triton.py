@@ -39,17 +39,10 @@ def paged_attention(
     these kernels compute all rows. interpret: run the kernels in XLA operations, on any platform.
     """
     q, pages = call.q, call.pages
-    problem = Problem(
-        scale=call.scale,
+    problem = Problem.of(
+        call,
         kv_heads=pages.num_kv_heads,
-        q_per_kv=call.q_per_kv,
-        head_dim=q.shape[2],
-        block_size=pages.block_size,
         table_keys=call.table_keys,
-        window=call.sliding_window,
-        softcap=call.logit_softcap,
-        has_sinks=call.sinks is not None,
-        has_slopes=call.alibi_slopes is not None,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype, "none"),
         tiling=tiling or Tiling.choose(q, pages),
         interpret=interpret,

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.paged_attention.call import StaticParameters
 from pallas_kernels.paged_attention.tiling import Tiling
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
@@ -38,19 +39,11 @@ class Given(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """Static parameters of a call."""
+class Problem(StaticParameters):
+    """Static parameters of a call to these kernels."""
 
-    scale: float
     kv_heads: int
-    q_per_kv: int
-    head_dim: int
-    block_size: int
     table_keys: int  # most keys of a row: the width of the block tables
-    window: int | None
-    softcap: float | None
-    has_sinks: bool
-    has_slopes: bool
     scales: str  # of the pages: "none", "token" (int8) or "head" (fp8)
     tiling: Tiling
     interpret: bool
