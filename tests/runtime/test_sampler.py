@@ -123,7 +123,7 @@ def test_draws_follow_the_distribution(options):
 
 @jax.jit
 def drawn(logits, rows):
-    limits = sampler._Limits.of(rows, jnp.ones(len(rows), bool), typical=True)
+    limits = sampler._Limits.of(logits, rows, jnp.ones(len(rows), bool), typical=True)
     return sampler._draw(logits, jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows)), limits)
 
 
