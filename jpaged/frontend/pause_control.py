@@ -48,8 +48,8 @@ class PauseControl:
         """Complete the waiting pauses, unless the newest has mode WAIT and requests still run."""
         if not self.waiting or (self.waiting[-1].mode is PauseMode.WAIT and self._engine.has_work):
             return
-        pauses, self.waiting = self.waiting, []
-        for pause in pauses:
+        while self.waiting:  # if the engine ends here, the loop answers those that still wait
+            pause = self.waiting.pop(0)
             try:
                 if pause.sleep and not self.asleep:
                     self._engine.sleep()

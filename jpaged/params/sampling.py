@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import enum
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -113,8 +114,8 @@ class SamplingParams:
         0.0, least=0, beams=False, column=17, filters=True, full=True,
         flag="Sample only from tokens with a logit at most this number of standard deviations below the highest. "
              "0: from all tokens.")
-    """Sample from tokens with a logit at most `top_n_sigma` standard deviations of the allowed tokens' logits below the
-    largest one, before `min_p`. From 0; 0 keeps all."""
+    """Sample from tokens with a logit at most `top_n_sigma` standard deviations below the largest one, before `min_p`.
+    From 0; 0 keeps all. The deviation is of all logits above -inf: a ban with a finite number widens it."""
 
     presence_penalty: float = parameter(
         0.0, least=-2, most=2, beams=False, column=12,
@@ -489,7 +490,8 @@ class SamplingParams:
     def _number(self, name: str) -> None:
         value, declared = getattr(self, name), PARAMETERS[name]
         is_float = type(value) is float  # most are: without this test, SamplingParams() takes 4 us more
-        if not (is_float or _is_number(value)) or not declared.accepts(value):
+        # numpy would round the limits to a float16's dtype, so its infinity would be in range
+        if not (is_float or (_is_number(value) and abs(value) < math.inf)) or not declared.accepts(value):
             raise RequestError(name, value, f"must be {declared.accepted}")
         if not is_float:
             object.__setattr__(self, name, float(value))

@@ -239,7 +239,8 @@ class ModelRunner(EnginePrograms):
         if self._last.released:
             return
         self.wait_until_ready()  # compiling reads the weights' formats
-        jax.block_until_ready([stage.live for stage in self._stages])
+        # a stage is released already if a call before this one failed for lack of host memory
+        jax.block_until_ready([stage.live for stage in self._stages if not stage.released])
         self._front.sampled.clear()
         for stage in self._stages:
             stage.release()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
+from jpaged.engine.scheduling import plan_builder
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import CapacityError, EngineError, RequestError
 from jpaged.params.sampling import COLUMNS, NEUTRAL_COLUMNS, SamplingParams
@@ -367,6 +368,29 @@ def test_no_step_outlives_the_engine():
         runner.collect = lambda handle, collected=collected: collected.append(handle.number)
         end(engine)
         assert collected == [0]
+
+
+def test_numbers_above_0_stay_above_0_in_float32():
+    """0 turns these filters off, so a smaller number than float32 has must not become 0."""
+    runner = FakeRunner()
+    engine = Engine(runner)
+    engine.add_request("a", prompt_of(3), SamplingParams(top_n_sigma=1e-50, min_p=1e-50, top_p=1e-50, max_tokens=1))
+    engine.step()
+    columns = dict(zip(NEUTRAL_COLUMNS, runner.plans[0].row_inits[0].columns, strict=True))
+    assert all(np.float32(columns[name]) > 0 for name in ("top_n_sigma", "min_p", "top_p"))
+    run(engine)
+
+
+def test_an_error_in_a_plan_leaves_the_counts_of_slots_right(monkeypatch):
+    engine = Engine(FakeRunner())
+    monkeypatch.setattr(plan_builder, "row_init", lambda *_: 1 / 0)
+    engine.add_request("a", prompt_of(30), greedy(8))
+    with pytest.raises(StepError):
+        engine.step()
+    monkeypatch.undo()
+    engine.check_integrity()
+    engine.add_request("b", prompt_of(5), greedy(8))
+    assert run(engine)["b"].outputs[0].token_ids == alone(prompt_of(5), 8, 97)
 
 
 def test_a_pool_smaller_than_one_request_is_refused():

@@ -50,11 +50,10 @@ def test_another_header_is_refused(monkeypatch, tmp_path, caplog):
     (tmp_path / "c_api.h").write_text(changed)
     monkeypatch.setattr(c_api, "HEADER", tmp_path / "c_api.h")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.disk.folder.cache_clear()
-    library._warn.cache_clear()
+    for module, name in ((library, "_warn"), (disk, "folder")):
+        monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
     with caplog.at_level(logging.WARNING):
         made = library._native.__wrapped__(cpu.KERNEL, None)
-    library.disk.folder.cache_clear()
     assert made.name is None
     assert "Buffer.data is at 32, not at 24" in made.reason
     assert "so XLA operations are used" in caplog.text

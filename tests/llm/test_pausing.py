@@ -180,6 +180,17 @@ def test_a_paused_engine_can_be_closed(engine, runner):
     assert runner.closed
 
 
+def test_a_failed_sleep_answers_every_pause_that_waits(engine, runner):
+    async def main() -> None:
+        tasks = await started(engine, 2)
+        runner.release = lambda: 1 / 0
+        pauses = [asyncio.create_task(engine.sleep(mode="wait")), asyncio.create_task(engine.sleep(mode="wait"))]
+        ends = await asyncio.gather(*pauses, *tasks, return_exceptions=True)
+        assert [type(end) for end in ends[:2]] == [EngineError] * 2
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_the_prefix_cache_can_be_reset_while_requests_run(engine):
     async def main() -> None:
         tasks = await started(engine, 3)

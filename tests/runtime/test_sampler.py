@@ -127,15 +127,15 @@ def drawn(logits, rows):
     return sampler._draw(logits, jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows)), limits)
 
 
-def kept_by(x, **sampling):
+def kept_by(x, *, temperature=1.0, **sampling):
     """Ids that the sampler keeps in each row of x, whose largest is 0. The same for any number of rows in a search."""
     found, ones = [], jnp.ones(len(x))
     logits = sampler._Logits(
-        jnp.asarray(x), 0 * ones, ones, vocab_search.block_maxima(jnp.asarray(x), 64), fixed=False, part=1
+        jnp.asarray(x), 0 * ones, ones / temperature, vocab_search.block_maxima(jnp.asarray(x), 64), fixed=False, part=1
     )
     for part in (1, len(x)):
         kept = drawn(logits.replace(part=part), fields(*[sampling] * len(x)))[1]
-        found.append(np.asarray(kept.holds(jnp.asarray(x))) & np.isfinite(x))
+        found.append(np.asarray(kept.holds(logits.less_peak())) & np.isfinite(x))
     np.testing.assert_array_equal(*found)
     return found[0]
 
@@ -179,6 +179,7 @@ def test_top_n_sigma_keeps_what_the_oracle_keeps(sampling):
         assert distribution(row, params=types.SimpleNamespace(**sampling)).accepts(kept)
     assert kept_by(x, top_n_sigma=0.7).sum() < kept_by(x, top_n_sigma=2.0).sum()
     assert kept_by(x, top_n_sigma=0.7)[2].all()
+    assert (kept_by(x, top_n_sigma=0.7, temperature=1e25) == kept_by(x, top_n_sigma=0.7)).all()
 
 
 @pytest.mark.parametrize("typical_p", [0.2, 0.9])

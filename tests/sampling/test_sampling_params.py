@@ -71,7 +71,7 @@ def test_unknown_fields_raise_and_are_named():
 
 
 BAD = [
-    *[("temperature", value) for value in (-0.1, NAN, INF, 1e39, 10**400, "1", True, None, 1j)],
+    *[("temperature", value) for value in (-0.1, NAN, INF, 1e39, 10**400, np.float16(INF), "1", None, 1j)],
     *[("top_p", value) for value in (0, -0.5, 1.0001, NAN, "1", False)],
     *[("top_k", value) for value in (-2, 1.0, NAN, "1", True, None)],
     *[("min_p", value) for value in (-0.1, 1.1, NAN, INF)],

@@ -74,7 +74,8 @@ class KVCacheManager:
     @property
     def waste(self) -> float:
         """Share of the slots of all block tables without a computed token."""
-        return self.num_empty * len(self.windows) / (self.num_held * self.block_size) if self.num_held else 0.0
+        held = self.num_held  # once: other threads read metrics
+        return self.num_empty * len(self.windows) / (held * self.block_size) if held else 0.0
 
     # -- start and end ------------------------------------------------------------------------------------------
 

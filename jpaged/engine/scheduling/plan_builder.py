@@ -117,7 +117,6 @@ class PlanBuilder:
 
     def _prompt_rows(self, selection: StepSelection) -> _PromptRows:
         rows = _PromptRows(len(selection.decodes))
-        self._manager.note_computed(sum(selection.chunks.values()))
         for request, num_tokens in selection.chunks.items():
             self._add_chunk(rows, request, num_tokens)
         for parent in rows.parents:
@@ -140,6 +139,7 @@ class PlanBuilder:
                 rows.parents.append(request)
         rows.add(request, num_tokens, samples=samples)
         schedule.num_computed = end
+        self._manager.note_computed(num_tokens)
         self._manager.names.index_computed(request)
         self._decodes.update_boundary(request)
 
@@ -213,9 +213,9 @@ def _columns(params: SamplingParams, vocab_size: int, *, greedy: bool) -> tuple[
     """`RowInit.columns`: filters that keep all tokens are neutral, and numbers above 0 stay above 0 in float32."""
     values: dict[str, float] = {}
     for name, neutral in NEUTRAL_COLUMNS.items():
-        declared, value = PARAMETERS[name], getattr(params, name)
-        value = max(value, SMALLEST_FLOAT32) if declared.above == 0 else value
-        values[name] = neutral if greedy and declared.filters else value
+        value = getattr(params, name)
+        value = max(value, SMALLEST_FLOAT32) if value > 0 else value
+        values[name] = neutral if greedy and PARAMETERS[name].filters else value
     values["top_k"] = 0 if values["top_k"] >= vocab_size else values["top_k"]
     penalty = values["repetition_penalty"]
     values["repetition_penalty"] = min(max(penalty, 1 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY)

@@ -463,13 +463,13 @@ def _sigma_floor(logits: _Logits, top_n_sigma: Float[Array, " rows"]) -> Float[A
     """Smallest log-weight that top-n-sigma keeps (Tang et al. 2024). -inf in rows without it."""
 
     def below_peak() -> Array:
-        x = logits.less_peak()
+        x = logits.work - logits.peak[:, None]  # before the temperature: squares of tiny numbers would be 0
         allowed = x > -jnp.inf
         count = jnp.sum(allowed, axis=1)
         mean = row_sums(jnp.where(allowed, x, 0.0), fixed=logits.fixed) / count
         squares = jnp.where(allowed, jnp.square(x - mean[:, None]), 0.0)
         deviation = jnp.sqrt(row_sums(squares, fixed=logits.fixed) / count)
-        return jnp.where(top_n_sigma > 0, -top_n_sigma * deviation, -jnp.inf)
+        return jnp.where(top_n_sigma > 0, -top_n_sigma * deviation * logits.inverse, -jnp.inf)
 
     return lax.cond(jnp.any(top_n_sigma > 0), below_peak, lambda: jnp.full(len(top_n_sigma), -jnp.inf))
 
