@@ -23,6 +23,7 @@ from tests.kernels import lowered
 from tests.kernels.lowering import lower_for
 from tests.kernels.machine_code import mosaic_kernel, tool
 from tests.kernels.oracle import TOLERANCE, Shape, attention_call, expected, make_case
+from tests.support.device_arrays import device_array
 from tests.support.deviceless import H200
 
 has_interpreter = pytest.mark.skipif(
@@ -38,7 +39,7 @@ ROWS = ((45, 257), (1, 30), (9, 128))
 def prefill(shape, rows, params=None):
     """Outputs of rows with several tokens, and the expected ones."""
     case = make_case(shape, rows)
-    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill))
+    call = jax.jit(mosaic_gpu_prefill.prefill)
     with plgpu.force_gpu_interpret_mode(*(() if params is None else (params,))):
         out = np.asarray(call(attention_call(shape, case)), np.float32)
     counts = [count for count, _ in rows]
@@ -83,8 +84,9 @@ def test_bits_of_a_token_do_not_depend_on_the_chunk():
     case = make_case(PLAIN, ((51, 260),))
     starts = np.full(PLAIN.rows + 1, 20, np.int32)
     starts[0] = 0
-    last = case | {"q": np.asarray(case["q"])[31:], "query_start_loc": starts}
-    call = jax.jit(functools.partial(mosaic_gpu_prefill.prefill))
+    queries = np.asarray(case["q"])[31:]
+    last = case | {"q": device_array(queries, queries.dtype), "query_start_loc": device_array(starts, np.int32)}
+    call = jax.jit(mosaic_gpu_prefill.prefill)
     with plgpu.force_gpu_interpret_mode():
         whole, chunk = (np.asarray(call(attention_call(PLAIN, each)), np.float32) for each in (case, last))
     np.testing.assert_array_equal(whole[31:51], chunk[:20])
