@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jpaged.speculation_config import SpeculationConfig
+
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # vLLM's other names
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -237,6 +239,11 @@ class EngineConfig:
 
     grammar_cache_size: int = 64
     """Number of compiled grammars kept in memory for later requests with the same grammar."""
+
+    speculative_config: SpeculationConfig | None = None
+    """Speculative decoding, as a JSON object with vLLM's keys, such as {"method": "ngram", "num_speculative_tokens":
+    5}. Methods: ngram, suffix, draft_model, eagle3, mtp, custom. Answers do not change; docs/speculative_decoding.md
+    describes the keys. Default: off."""
 
     compilation_cache_dir: str | None = None
     """Folder of compiled programs, kept between starts. Default: a folder in the platform's cache folder."""

@@ -7,6 +7,8 @@ tools/write_engine_arguments.py writes this file.
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from jpaged.speculation_config import SpeculationConfig
+
 
 class EngineArguments(TypedDict, total=False):
     """Fields of `EngineConfig` without the model, `logits_processors`, and options of vLLM at their neutral values."""
@@ -66,6 +68,7 @@ class EngineArguments(TypedDict, total=False):
     grammar_compile_timeout: float
     jump_forward: bool
     grammar_cache_size: int
+    speculative_config: SpeculationConfig | Mapping[str, Any] | None
     compilation_cache_dir: str | None
     row_buckets: Sequence[int] | None
     token_buckets: Sequence[int] | None
@@ -76,6 +79,11 @@ class EngineArguments(TypedDict, total=False):
     max_num_queued_tokens: int | None
     kv_offloading_size: float | None
 
+    # vLLM's short forms of keys of speculative_config.
+    spec_method: str | None
+    spec_model: str | None
+    spec_tokens: int | None
+
     # Options of vLLM that jpaged does not have yet. Only their neutral values are accepted.
     distributed_executor_backend: Any
     cpu_offload_gb: Any
@@ -83,7 +91,6 @@ class EngineArguments(TypedDict, total=False):
     enable_chunked_prefill: Any
     max_seq_len_to_capture: Any
     enable_lora: Any
-    speculative_config: Any
     guided_decoding_backend: Any
     limit_mm_per_prompt: Any
     tokenizer_mode: Any

@@ -13,11 +13,15 @@ import sys
 from pathlib import Path
 
 from jpaged.config import EngineConfig
-from jpaged.frontend.engine_config import ALIASES, NOT_YET
+from jpaged.frontend.engine_config import ALIASES, NOT_YET, SPECULATION_KEYS
 
 PATH = Path(__file__).resolve().parents[1] / "jpaged/engine_arguments.py"
 PARAMETERS = {"model"}  # of `LLM` itself
-WIDER = {"tuple[int, ...] | None": "Sequence[int] | None"}  # types that callers may pass
+# Types that callers may pass.
+WIDER = {
+    "tuple[int, ...] | None": "Sequence[int] | None",
+    "SpeculationConfig | None": "SpeculationConfig | Mapping[str, Any] | None",
+}
 
 
 def types() -> dict[str, str]:
@@ -38,6 +42,8 @@ def text() -> str:
     lines = [f"{name}: {WIDER.get(kind, kind)}" for name, kind in options.items() if name not in PARAMETERS]
     lines += ["logits_processors: Sequence[Any]", "", f"# vLLM's names of {', '.join(ALIASES.values())}."]
     lines += [f"{name}: {options[field].removesuffix(' | None')} | None" for name, field in ALIASES.items()]
+    lines += ["", "# vLLM's short forms of keys of speculative_config."]
+    lines += [f"{name}: {'int' if name == 'spec_tokens' else 'str'} | None" for name in SPECULATION_KEYS]
     lines += ["", "# Options of vLLM that jpaged does not have yet. Only their neutral values are accepted."]
     lines += [f"{name}: Any" for name in NOT_YET]
     return head + "".join(f"    {line}\n" if line else "\n" for line in lines)

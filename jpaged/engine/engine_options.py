@@ -8,6 +8,7 @@ from jpaged.engine.grammar import GrammarLimits
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.engine.strategies.pooled_outputs import Pooling
 from jpaged.params.logits_processors import LogitsProcessor
+from jpaged.speculation_config import SpeculationConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,3 +26,4 @@ class EngineOptions:
     grammar_limits: GrammarLimits | None = None
     disable_log_stats: bool = False      # collect no distributions for metrics
     seed: int = 0                        # of the generator that makes seeds for requests without one
+    speculation: SpeculationConfig | None = None  # None: no drafts

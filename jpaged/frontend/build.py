@@ -171,6 +171,9 @@ def _prepare(
     for name in ("prefill_engines", "kv_handover"):
         if pooling is not None and getattr(config, name):
             raise RequestError(name, getattr(config, name), "is for models that generate; this one does not")
+    if pooling is not None and config.speculative_config is not None:
+        known = "is for models that generate; this one does not"
+        raise RequestError("speculative_config", config.speculative_config.method, known)
     has_mask = config.mask_unknown_tokens and pooling is None
     mask = valid_token_mask(loaded.tokenizer, loaded.spec.vocab_size) if has_mask else None
     runners: list[ModelRunner] = []
@@ -298,6 +301,7 @@ def _engine(
         disable_log_stats=config.disable_log_stats,
         grammar_limits=GrammarLimits.from_options(config),
         seed=config.seed,
+        speculation=config.speculative_config,
     )
     return Engine(runner, loaded.tokenizer, options, seeds=None if first is None else first.seeds)
 

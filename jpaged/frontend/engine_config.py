@@ -24,6 +24,7 @@ from jpaged.config import (
 )
 from jpaged.errors import RequestError
 from jpaged.params.pooling import TASKS
+from jpaged.speculation_config import MODEL_METHODS, SpeculationConfig
 
 LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays and no checkpoint
 
@@ -33,7 +34,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True),
     "enable_chunked_prefill": (True, None),
     "max_seq_len_to_capture": (), "enable_lora": (False, None),
-    "speculative_config": (None,), "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
+    "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
     "tokenizer_mode": ("auto",),
     "rope_scaling": (None, {}), "task": ("auto", "generate"),
     "use_v2_block_manager": (True,), "disable_custom_all_reduce": (False, True),
@@ -47,6 +48,8 @@ ALIASES = {
     "max_num_queued_reqs": "max_queued_requests", "max_num_queued_tokens": "max_queued_tokens",
     "kv_offloading_size": "swap_space",
 }  # fmt: skip
+# vLLM's options that stand for one key of speculative_config.
+SPECULATION_KEYS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
 
 def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
@@ -55,7 +58,7 @@ def engine_config(model: object, options: Mapping[str, Any]) -> EngineConfig:
     model: the model's name; a value that is not a string stands for live arrays.
     Raises RequestError for an unknown option, or for a value of the wrong type or out of range.
     """
-    options = _without_aliases(_without_task(options))
+    options = with_speculation(_without_aliases(_without_task(options)))
     options = {name: value for name, value in options.items() if not is_neutral(name, value)}
     _check_names(options)
     if isinstance(model, str) and not model:
@@ -90,6 +93,24 @@ def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in options:
             raise RequestError(alias, value, f"is vLLM's name for {name}, which is given as well: leave one out")
         made[name] = value
+    return made
+
+
+def with_speculation(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Put spec_method, spec_model and spec_tokens into speculative_config. None stands for a default.
+
+    Raises RequestError if speculative_config has the same key, or is no mapping.
+    """
+    made = {name: value for name, value in options.items() if name not in SPECULATION_KEYS}
+    given = {name: options[name] for name in SPECULATION_KEYS if options.get(name) is not None}
+    if not given:
+        return made
+    base = made.get("speculative_config") or {}
+    for name, value in given.items():
+        key = SPECULATION_KEYS[name]
+        if not isinstance(base, Mapping) or key in base:
+            raise RequestError(name, value, f"is a short form of speculative_config.{key}: leave one of them out")
+    made["speculative_config"] = {**base, **{SPECULATION_KEYS[name]: value for name, value in given.items()}}
     return made
 
 
@@ -146,6 +167,7 @@ def _check_values(config: EngineConfig) -> None:
     if config.prefill_context_parallel_size < 1:
         known = "must be a number of devices, from 1"
         raise RequestError("prefill_context_parallel_size", config.prefill_context_parallel_size, known)
+    _check_speculation(config)
     _check_handover(config)
     _check_stages(config)
     if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
@@ -172,6 +194,35 @@ def _check_handover(config: EngineConfig) -> None:
             known = f"is for engines of one process, and nnodes={config.nnodes}"
         if known is not None:
             raise RequestError(name, getattr(config, name), known)
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    """Raise RequestError for an option that is not supported with speculative decoding."""
+    speculation = config.speculative_config
+    if speculation is None:
+        return
+    name, tensor = "speculative_config", config.tensor_parallel_size
+    known, method = None, speculation.method
+    if config.pipeline_parallel_size > 1:
+        known = f"is not supported with pipeline_parallel_size={config.pipeline_parallel_size}: the first stage would "
+        known += "wait for the last one to check the drafts. Use tensor_parallel_size"
+    elif config.runner == "pooling":
+        known = "is for models that generate, and runner is pooling: leave it out"
+    elif method in MODEL_METHODS and (config.prefill_engines or config.kv_handover):
+        option = "prefill_engines" if config.prefill_engines else "kv_handover"
+        known = f"is not supported with {option} and method {method}: the KV handed over is the model's alone, without "
+        known += "the drafter's. Use ngram or suffix"
+    if known is not None:
+        raise RequestError(name, method, known)
+    if speculation.draft_tensor_parallel_size not in (None, 1, tensor):
+        known = "must be 1" + (f", or tensor_parallel_size={tensor}" if tensor > 1 else "")
+        raise RequestError(f"{name}.draft_tensor_parallel_size", speculation.draft_tensor_parallel_size, known)
+    if speculation.quantization not in (None, *QUANTIZATIONS, *QUANTIZED_FORMATS):
+        known = f"must be one of {', '.join((*QUANTIZATIONS, *QUANTIZED_FORMATS))}, or left out"
+        raise RequestError(f"{name}.quantization", speculation.quantization, known)
+    if method == "mtp" and speculation.model not in (None, config.model):
+        known = "method mtp uses the layer in the model's own checkpoint: leave it out"
+        raise RequestError(f"{name}.model", speculation.model, known)
 
 
 def _check_stages(config: EngineConfig) -> None:
@@ -220,6 +271,8 @@ def _checked(name: str, hint: Any, value: object) -> Any:
     kind, *rest = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and rest:  # every union in EngineConfig is `type | None`
         return None
+    if kind is SpeculationConfig:
+        return SpeculationConfig.from_fields(value)
     if isinstance(value, Mapping):
         value = dict(value)  # the caller may change the original
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -10,6 +10,7 @@ import logging
 import pathlib
 import platform
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from jpaged.config import EngineConfig
 from jpaged.errors import EngineError, RequestError
 from jpaged.serving.schemas.answers import CacheReset, Done, IsPaused, IsSleeping, ServerInfo, ServerStatus
 from jpaged.serving.server_state import Server
@@ -105,11 +107,20 @@ async def server_info(request: Request) -> Response:
     if config is not None:
         config = dataclasses.replace(config, max_model_len=server.engine.max_model_len)
     found = ServerInfo(
-        vllm_config=str(config or "") if config is None or form == "text" else dataclasses.asdict(config),
+        vllm_config=str(config or "") if config is None or form == "text" else _options_of(config),
         system_env={"platform": platform.platform(), "python": platform.python_version(), "jpaged": __version__}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
     )
     return _json(found, {"Cache-Control": "no-store"})
+
+
+def _options_of(config: EngineConfig) -> dict[str, Any]:
+    """Return the options as values for JSON. A function becomes its name, "module:function"."""
+    options, speculation = dataclasses.asdict(config), config.speculative_config
+    if speculation is not None and speculation.function is not None:
+        function = speculation.function
+        options["speculative_config"]["function"] = f"{function.__module__}:{getattr(function, '__qualname__', '')}"
+    return options
 
 
 async def drain(request: Request) -> Response:

@@ -19,7 +19,7 @@ REFUSED = [
     (["--num-scheduler-steps"], "num_scheduler_steps: not supported yet"),
     (["--no-enable-chunked-prefill"], "enable_chunked_prefill: not supported yet"),
     (["--enable-lora"], "enable_lora: not supported yet"),
-    (["--speculative-config", '{"method": "ngram"}'], "speculative_config: not supported yet"),
+    (["--kv-transfer-config", '{"kv_role": "kv_both"}'], "kv_transfer_config: not supported yet"),
 ]
 
 

@@ -106,7 +106,7 @@ def test_neutral_values_of_unsupported_options_are_accepted(options: dict[str, A
 
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
-    [("num_scheduler_steps", 2, "or 1"), ("speculative_config", {}, "leave it out")],
+    [("num_scheduler_steps", 2, "or 1"), ("kv_transfer_config", {}, "leave it out")],
 )
 def test_other_values_of_unsupported_options_are_refused(name: str, value: Any, instead: str):
     with pytest.raises(RequestError, match=rf"^{name}: not supported yet: .*{instead}.*, got "):

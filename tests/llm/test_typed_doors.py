@@ -19,7 +19,7 @@ from jpaged.cli.flags.config_file import with_config_file
 from jpaged.cli.flags.numbers import with_whole_numbers
 from jpaged.config import EngineConfig
 from jpaged.engine_arguments import EngineArguments
-from jpaged.frontend.engine_config import ALIASES, NOT_YET, engine_config
+from jpaged.frontend.engine_config import ALIASES, NOT_YET, SPECULATION_KEYS, engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
 from jpaged.loading.hub import find_model
 from jpaged.metric_families import Counter, Gauge, Histogram
@@ -37,7 +37,8 @@ def test_typed_options_are_written_from_those_of_the_engine():
     """A type checker knows each option, with the type that EngineConfig has."""
     assert PATH.read_text(encoding="utf-8") == text(), "run tools/write_engine_arguments.py"
     typed, hints = typing.get_type_hints(EngineArguments), typing.get_type_hints(EngineConfig)
-    assert set(typed) == hints.keys() - {"model"} | NOT_YET.keys() | ALIASES.keys() | {"logits_processors"}
+    names = hints.keys() - {"model"} | NOT_YET.keys() | ALIASES.keys() | SPECULATION_KEYS.keys()
+    assert set(typed) == names | {"logits_processors"}
     assert typed["max_model_len"] == hints["max_model_len"] == int | None
 
 

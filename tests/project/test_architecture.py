@@ -71,6 +71,7 @@ SHARED = {
     "jpaged.routing",
     "jpaged.sampling_params",
     "jpaged.snapshot",
+    "jpaged.speculation_config",
     "jpaged.text",
     "jpaged.version",
 }

@@ -27,6 +27,7 @@ from jpaged.config import (
     EngineConfig,
 )
 from jpaged.errors import RequestError
+from jpaged.speculation_config import SpeculationConfig
 
 T = TypeVar("T")
 NO_MODEL = "name a folder, a Hugging Face hub id, a .gguf file, or demo (as first argument, or with --model)"
@@ -86,7 +87,7 @@ def one_line_help(cls: type[T]) -> type[T]:
 
 def annotated_flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
     """Annotate a field's type with its help. The help shows no default of None, which the text explains."""
-    if hint == Mapping[str, Any] | None:
+    if hint in (Mapping[str, Any] | None, SpeculationConfig | None):
         return Annotated[hint, JSON_OBJECT, tyro.conf.arg(help=help_text, help_behavior_hint="")]
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
     if name in CHOICES:

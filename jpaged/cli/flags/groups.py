@@ -37,6 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_batched_tokens", "scheduling_policy", "max_num_partial_prefills", "target_step_ms",
         "max_queued_requests", "max_queued_tokens",
     ),
+    "speculation": ("speculative_config",),
     "parallel": (
         "pipeline_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel", "data_parallel_size",
         "data_parallel_routing", "prefill_engines", "nnodes", "node_rank", "master_addr", "master_port",

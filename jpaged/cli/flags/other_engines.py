@@ -4,10 +4,11 @@ A flag that jpaged lacks is dropped at a neutral value, which asks for nothing. 
 """
 
 import ast
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged.frontend.engine_config import ALIASES, NOT_YET, is_neutral
+from jpaged.frontend.engine_config import ALIASES, NOT_YET, SPECULATION_KEYS, is_neutral, with_speculation
 
 COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "plan")  # commands with engine options
 QUANTIZATION = "quantization"  # jpaged has it. vLLM also accepts the value None, and the short form -q
@@ -28,7 +29,7 @@ def without_neutral(args: Sequence[str]) -> list[str]:
         return list(args)
     known = NOT_YET | SERVE if args[0] == "serve" else NOT_YET
     end = args.index("--") if "--" in args else len(args)
-    flags, kept = list(args[:end]), []
+    flags, kept, speculation = list(args[:end]), list[str](), dict[str, Any]()
     while flags:
         flag, equals, given = flags.pop(0).partition("=")
         name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
@@ -37,6 +38,10 @@ def without_neutral(args: Sequence[str]) -> list[str]:
         if name == QUANTIZATION and (equals or flags):
             word = given if equals else flags.pop(0)
             kept += [] if _value(word) is None else [f"--{QUANTIZATION}", word]
+            continue
+        if name in SPECULATION_KEYS and (equals or flags):
+            word = given if equals else flags.pop(0)
+            speculation[name] = _value(word) if name == "spec_tokens" else word
             continue
         if name in ALIASES and not negated:
             kept.append(f"--{ALIASES[name].replace('_', '-')}{equals}{given}")
@@ -51,7 +56,30 @@ def without_neutral(args: Sequence[str]) -> list[str]:
         elif not any(isinstance(neutral, bool) for neutral in known[name]) and flags and not flags[0].startswith("-"):
             value = _value(flags.pop(0))
         is_neutral(name, value, known)
-    return [*kept, *args[end:]]
+    return [*_with_speculation(kept, speculation), *args[end:]]
+
+
+def _with_speculation(words: list[str], given: dict[str, Any]) -> list[str]:
+    """Put --spec-method, --spec-model and --spec-tokens into --speculative-config. Raises RequestError for both."""
+    if not given:
+        return words
+    flag, rest, before = "--speculative-config", list[str](), dict[str, Any]()
+    words = list(words)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if name.replace("_", "-") != flag or not (equals or words):
+            rest.append(name + equals + value)
+            continue
+        before["speculative_config"] = _json(value if equals else words.pop(0))
+    return [*rest, flag, json.dumps(with_speculation(before | given)["speculative_config"])]
+
+
+def _json(word: str) -> Any:
+    """The value of --speculative-config; the word itself if it is not JSON, for an error that shows it."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
 
 
 def _value(word: str) -> Any:
