@@ -59,13 +59,13 @@ def test_the_last_occurrence_wins_and_the_longest_before_it():
 def test_a_wide_range_has_both_ends():
     drafter = NgramDrafter(2, 100)
     tokens = list(range(1000, 1200))
-    assert drafter.propose(request_of(tokens + [3] + tokens[:100]), 3) == tokens[100:103]
+    assert drafter.propose(request_of([*tokens, 3, *tokens[:100]]), 3) == tokens[100:103]
     assert drafter.propose(request_of([*tokens, 3, *tokens[8:10]]), 3) == tokens[10:13]
 
 
 def test_a_long_prompt_is_indexed_in_pieces(monkeypatch):
     monkeypatch.setattr(token_index, "PIECE", 50)
-    drafter, request = NgramDrafter(3, 3), request_of(list(range(110)) + [20, 21, 22])
+    drafter, request = NgramDrafter(3, 3), request_of([*range(110), 20, 21, 22])
     drafts = [list(drafter.propose(request, 2)) for _ in range(4)]
     assert drafts == [[], [], [23, 24], [23, 24]]
 
@@ -114,6 +114,7 @@ def test_a_ring_returns_only_what_it_still_has(sequences):
             expected = [p for p in range(length - 1, max(length - 63 + size, size) - 1, -1)
                         if known[p - size : p] == gram and known[p] >= 0]  # fmt: skip
             assert [p for p in found if p - size >= length - 63] == expected
+            assert [p for p in found if index.follows(p, gram)] == expected
             for position in found:
                 ends = [*known[position:], -1]
                 assert index.following(position, 5) == ends[: ends.index(-1)][:5]
