@@ -39,6 +39,7 @@ from jpaged.engine.scheduling.admission import AdmissionControl
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import SchedulerCounters, SchedulerLimits
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.speculation.speculation import Speculation
 from jpaged.engine.step_pipeline import StepPipeline
 from jpaged.engine.step_plan import Runner
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
@@ -397,9 +398,12 @@ class Engine:
         )  # fmt: skip
         limits = SchedulerLimits(
             runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len,
-            runner.num_stages,
+            runner.num_stages, runner.max_drafts,
         )
-        self.scheduler = Scheduler(self._manager, limits, options.scheduling, counters=counters)
+        self.scheduler = Scheduler(
+            self._manager, limits, options.scheduling, counters=counters, speculation=self._speculation(),
+            verify_sizes=lambda: runner.verify_sizes,
+        )  # fmt: skip
         self.admission = AdmissionControl(self.scheduler, options.scheduling, runner.max_num_seqs)
         self._outputs = OutputProcessor(
             StrategyContext(
@@ -407,3 +411,7 @@ class Engine:
             ),
             self._metrics,
         )
+
+    def _speculation(self) -> Speculation | None:
+        config = self.options.speculation
+        return None if config is None else Speculation.create(config, self.runner.max_drafts)

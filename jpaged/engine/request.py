@@ -17,8 +17,10 @@ Each record has one owner:
 An API call with n=4 makes four requests, which form one `RequestGroup`. Each request is scheduled on its own.
 """
 
+import copy
 import dataclasses
 import enum
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -69,12 +71,15 @@ class ScheduleState:
     # one, switches its rope, or reaches its last token. 0 while the request does not decode.
     next_boundary: int = 0
     num_in_flight: int = 0         # tokens that were sampled on the device and have not reached the host
+    # Drafts in flight. `num_computed` and `num_in_flight` count them as accepted, until the host knows better.
+    num_drafts_in_flight: int = 0
     row: int = NO_ROW
     status: RequestStatus = RequestStatus.WAITING
     decoding: bool = False         # the last token is in the device's request table: sampled since the row started
     row_is_new: bool = False       # the device's request table does not know this row's content yet
     rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first
     micro_batch: int = 0           # the pipeline turn in which this request decodes: 0 <= micro_batch < num_stages
+    mask_pending: bool = False     # the row's mask on the device forbids end tokens, because of `min_tokens`
     on_hold: bool = False          # a beam that waits until the other beams have their candidates
     num_scored: int = 0            # prompt tokens whose log-probabilities or vectors were scheduled, if requested
     num_lost: int = 0              # computed tokens that the last preemption discarded
@@ -108,7 +113,8 @@ class Request:
     """One sequence that the scheduler runs.
 
     The sequence is the known tokens, `token_ids`, and then `schedule.num_in_flight` tokens that have not reached the
-    host. The KV of its first `schedule.num_computed` tokens is computed or planned.
+    host. The KV of its first `schedule.num_computed` tokens is computed or planned. Both numbers are upper bounds while
+    drafts are in flight.
     """
 
     request_id: str                # of the request group
@@ -191,10 +197,47 @@ class Request:
 
     def mask(self) -> np.ndarray:
         """uint32[words]: ids that may follow the known tokens. Raises RequestError if there are none."""
+        return self._mask(self.token_ids, self.num_output_tokens, self.output.reasoning_budget)
+
+    def draft_masks(self, drafts: Sequence[int], text_of: Callable[[int], bytes]) -> list[np.ndarray]:
+        """Masks of the token after the known tokens, and of the tokens after each draft that is allowed.
+
+        The matcher accepts the drafts, and is rolled back. text_of: bytes of a token. Raises as `mask`.
+        """
         if self.extras is None:
             raise EngineError(f"request {self.request_id} has no mask")
-        words = self.extras.mask(self.token_ids, self.num_output_tokens)
-        budget, matcher = self.output.reasoning_budget, self.output.matcher
+        matcher, budget = self.output.matcher, copy.copy(self.output.reasoning_budget)
+        tail = self.token_ids[len(self.token_ids) - self.extras.lookback :]
+        masks, accepted = [], 0
+        try:
+            for count, draft in enumerate([*drafts, -1]):
+                try:
+                    masks.append(self._mask(tail, self.num_output_tokens + count, budget))
+                except RequestError:
+                    if not count:
+                        raise
+                    masks.append(np.zeros_like(masks[0]))  # the request ends if it comes here: see `sampling_error`
+                if draft < 0 or not masks[-1][draft // 32] >> np.uint32(draft % 32) & 1 or draft in self.stop_ids:
+                    break
+                if matcher is not None:
+                    if not matcher.accept(draft):
+                        break
+                    accepted += 1
+                    if matcher.is_finished:
+                        break
+                if budget is not None:
+                    budget.append(draft, text_of(draft))
+                tail.append(draft)
+        finally:
+            if matcher is not None:
+                matcher.rollback(accepted)
+        return masks
+
+    def _mask(self, token_ids: Sequence[int], num_output_tokens: int, budget: ReasoningBudget | None) -> np.ndarray:
+        """`mask` after the last of `token_ids`, with the state of the matcher and of `budget` there."""
+        if self.extras is None:
+            raise EngineError(f"request {self.request_id} has no mask")
+        words, matcher = self.extras.mask(token_ids, num_output_tokens), self.output.matcher
         if budget is not None and (forced := budget.forced) is not None:
             only = np.zeros_like(words)
             only[forced // 32] = np.uint32(1 << forced % 32)

@@ -58,12 +58,12 @@ class SamplingExtras:
             else:
                 self._always[last] = False
         self._ends = np.array(sorted(set(end_token_ids)), np.int64)
-        self._min_tokens = params.min_tokens if len(self._ends) else 0
+        self.min_tokens = params.min_tokens if len(self._ends) else 0  # before this many tokens, the mask has no ends
         self._lengths = sorted({len(before) for before in self._forbidden_after})
         self.processors, self._custom = _processor_arguments(params.logits_processors or {}, processors)
         self.has_grammar_or_budget = params.structured_outputs is not None or params.thinking_token_budget is not None
         self._packed = pack_mask(self._always)
-        self.masks = self.follows_tokens or self._min_tokens > 0 or not self._always.all()
+        self.masks = self.follows_tokens or self.min_tokens > 0 or not self._always.all()
 
     @property
     def follows_tokens(self) -> bool:
@@ -75,9 +75,10 @@ class SamplingExtras:
         """True if the row needs extras on the device."""
         return self._counts or self._bias is not None or self.masks or self.processors > 0
 
-    def changes_at(self, num_output_tokens: int) -> bool:
-        """True if the mask changes after `num_output_tokens` tokens, because `min_tokens` is reached."""
-        return self._min_tokens > 0 and num_output_tokens == self._min_tokens
+    @property
+    def lookback(self) -> int:
+        """Number of tokens before the next one that its mask depends on, apart from grammars and budgets."""
+        return max(self._lengths, default=0)
 
     def row_extras(self, request: "Request") -> RowExtras:
         """Return the extras to upload when a row starts, or resumes, with the request's known tokens."""
@@ -102,7 +103,7 @@ class SamplingExtras:
             if length <= num_output_tokens
             for token_id in self._forbidden_after.get(tuple(token_ids[-length:]), ())
         ]
-        is_early = num_output_tokens < self._min_tokens
+        is_early = num_output_tokens < self.min_tokens
         if not forbidden and not is_early:
             return self._packed
         allowed = self._always.copy()
@@ -114,7 +115,7 @@ class SamplingExtras:
     def allows_some(self, known_ids: np.ndarray | None) -> bool:
         """True if every mask allows some id. known_ids: bool[vocab_size], ids that may be sampled; None: all."""
         left = self._always.copy() if known_ids is None else self._always & known_ids
-        left[self._ends[: len(self._ends) if self._min_tokens else 0]] = False
+        left[self._ends[: len(self._ends) if self.min_tokens else 0]] = False
         left[[last for lasts in self._forbidden_after.values() for last in lasts]] = False
         return bool(left.any())
 

@@ -26,6 +26,8 @@ HandleT = TypeVar("HandleT")
 NOTHING_ALLOWED = -1  # no id may be sampled
 NOT_FINITE = -2       # the largest logit is NaN or infinite
 
+FROM_DEVICE = -1  # in `DraftPlan.first`
+
 
 class SamplerVariant(enum.IntEnum):
     """Features of the sampling program. A step uses the largest variant that one of its sampling rows needs."""
@@ -38,6 +40,11 @@ class SamplerVariant(enum.IntEnum):
 def mask_words(vocab_size: int) -> int:
     """Number of 32-bit words of a mask. Bit i % 32 of word i // 32 is set if id i may be sampled."""
     return -(-vocab_size // 32)
+
+
+def num_guesses(max_drafts: int) -> int:
+    """Guesses of a row. A step in flight may take `max_drafts + 1` tokens of them before the row's drafts begin."""
+    return 2 * max_drafts + 1
 
 
 class BlockMove(enum.IntEnum):
@@ -82,10 +89,14 @@ class RowExtras:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowMask:
-    """A new mask for a row. It stays valid until the next one."""
+    """A new mask for a row. It stays valid until the next one.
+
+    In a verify step it is the mask of one token of the row, for this step only.
+    """
 
     row: int
     words: np.ndarray  # uint32[W]  see `mask_words`
+    token: int = 0     # index of the plan's token whose sample it restricts; only read in a verify step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +119,29 @@ class RowInit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """Drafts of a verify step. Row i computes its last token and `num_tokens[i] - 1` drafts.
+
+    The plan is made before the host knows the row's last tokens. So a guess has a position, and the device takes the
+    guesses after the row's LENGTH. They count only if the guess for the last token's position is the last token.
+    """
+
+    guesses: np.ndarray  # int32[R, G]  guessed tokens; -1 is padding. G = `num_guesses(max_drafts)`
+    first: np.ndarray    # int32[R]     position of the row's first guess; FROM_DEVICE: drafts of the runner's drafter
+
+    def after(self, index: int, position: int, last: int, count: int) -> list[int]:
+        """Up to `count` drafts of row `index` after its last token, as the device finds them.
+
+        position, last: of the row's last token.
+        """
+        guesses, start = self.guesses[index].tolist(), position - int(self.first[index])
+        if start < -1 or start >= len(guesses) or (start >= 0 and guesses[start] != last):
+            return []
+        drafts = guesses[start + 1 : start + 1 + count]
+        return drafts[: drafts.index(-1)] if -1 in drafts else drafts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """Input of one step, as host arrays.
 
@@ -117,10 +151,14 @@ class StepPlan:
        the next one.
     2. Prompt rows. Each computes a chunk of known tokens, which are in the plan.
     3. Forks. Each computes nothing, and samples from the last hidden state of another row of the plan.
+
+    A verify step has drafts, and only decodes. Each row computes drafts after its last token. It samples at each of
+    these tokens, and keeps the samples up to the first that differs from the next draft.
     """
 
     rows: np.ndarray          # int32[R]  row of the request table
-    num_tokens: np.ndarray    # int32[R]  tokens that the row computes: 1 for a decode, 0 for a fork
+    # int32[R]  tokens that the row computes: 1 for a decode, 0 for a fork, 1 + drafts in a verify step
+    num_tokens: np.ndarray
     num_decodes: int
     # bool[R]  the row samples one token, or is pooled: after this step all tokens of its sequence are computed
     samples: np.ndarray
@@ -142,16 +180,17 @@ class StepPlan:
     # Some masks depend on tokens in flight, or are computed while the forward program runs (grammars, reasoning
     # budgets). The step does not sample until `Runner.sample` is called with them.
     waits_for_masks: bool = False
+    drafts: DraftPlan | None = None  # not None: a verify step
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every row is a decode. Then every row computes one token and samples one."""
+        """Whether every row is a decode. Without drafts, every row then computes one token and samples one."""
         return self.num_decodes == len(self.rows)
 
     @property
     def total_tokens(self) -> int:
         """Tokens that the step computes."""
-        return self.num_decodes if self.decodes_only else int(self.num_tokens.sum())
+        return self.num_decodes if self.decodes_only and self.drafts is None else int(self.num_tokens.sum())
 
     @property
     def num_samples(self) -> int:
@@ -179,7 +218,11 @@ class ExpertLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """Output of one step. Rows are in the order of the plan. The entries of rows that do not sample are undefined."""
+    """Output of one step. Rows are in the order of the plan. The entries of rows that do not sample are undefined.
+
+    After a verify step there is one entry for each token of the step, in place of one for each row (R). A row's samples
+    are its first `num_accepted + 1` entries. The others were sampled after a rejected draft.
+    """
 
     token_ids: np.ndarray                   # int32[R]       empty if the model pools
     # Only from SamplerVariant.FULL, else None. float32 values of `logprobs_mode`: by default natural logarithms.
@@ -193,6 +236,7 @@ class StepResult:
     pooled: np.ndarray | None = None        # float32[R, size]
     pooled_tokens: np.ndarray | None = None # float32[S, size]  the same, for the plan's `scored`
     expert_load: ExpertLoad | None = None   #                only if devices have different experts
+    num_accepted: np.ndarray | None = None  # int32[rows of the plan]  accepted drafts; None: not a verify step
 
 
 class Runner(Protocol[HandleT]):
@@ -218,6 +262,7 @@ class Runner(Protocol[HandleT]):
 
     # Smallest jump worth taking, in forced tokens per running request. A jump makes the step longer for all requests.
     min_jump_per_request: float
+    max_drafts: int  # most drafts per row of a verify step; 0: the engine does not speculate
 
     @property
     def compiles_after_ready(self) -> int:
@@ -238,6 +283,11 @@ class Runner(Protocol[HandleT]):
 
         sampler: variant that the request needs. scores: the request wants log-probabilities of its prompt.
         """
+        ...
+
+    @property
+    def verify_sizes(self) -> Sequence[int]:
+        """Capacity of each verify program that exists, in tokens, smallest first. Empty: no step may have drafts."""
         ...
 
     def program_metrics(self) -> ProgramMetrics:

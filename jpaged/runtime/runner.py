@@ -89,6 +89,7 @@ class ModelRunner(EnginePrograms):
         self._pairs_of_token = blueprint.pairs_of_token
         self.hidden_bytes = self.spec.hidden_size * blueprint.dtype.itemsize  # per token
         self.max_logprobs = blueprint.num_logprobs
+        self.max_drafts = blueprint.max_drafts
         rope = self.spec.rope
         self.longrope_switch_len = rope.original_max_position if rope and rope.scaling == "longrope" else None
         # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere reading the weights dominates.
@@ -183,18 +184,27 @@ class ModelRunner(EnginePrograms):
             if plan.row_inits:
                 last.start_rows(plan.row_inits)
             counted = last.forward(program, plan, *self._front.forward(plan))
+            counted, checked = counted if plan.drafts is not None else (counted, None)
             scores = last.score(plan.scored)
-            output = None if plan.waits_for_masks else last.sample_or_pool(plan, plan.masks)
+            output = None if plan.waits_for_masks else self._sample(plan, checked, plan.masks)
         needs_counted = output is None or self._pairs_of_token
         self._start_download((scores, output, counted if needs_counted else None))
-        return StepHandle(plan, counted, scores, output)
+        return StepHandle(plan, counted, scores, output, checked)
 
     def sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:
         """Sample for a step whose plan waited for masks; returns at once. Raises EngineError if the device fails."""
         with pinned(), self._counter.watching(), self._recovering():
-            output = self._last.sample_or_pool(handle.plan, [*handle.plan.masks, *masks])
+            output = self._sample(handle.plan, handle.checked, [*handle.plan.masks, *masks])
         self._start_download(output)
         return dataclasses.replace(handle, output=output)
+
+    def _sample(
+        self, plan: StepPlan, checked: jax.Array | None, masks: Sequence[RowMask]
+    ) -> jax.Array | None:
+        """Run the program after a forward pass."""
+        if checked is None:
+            return self._last.sample_or_pool(plan, masks)
+        return self._last.sample_checked(plan, checked, masks)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and download its result. Raises EngineError if the device fails."""

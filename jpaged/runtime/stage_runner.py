@@ -6,6 +6,7 @@ Never: waits for a step, or handles its failure.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,10 +66,10 @@ class StageRunner:
             raise EngineError(CLOSED)
         return self.state
 
-    def forward(self, program: Program[ForwardShape], plan: StepPlan, *hidden: jax.Array) -> jax.Array:
+    def forward(self, program: Program[ForwardShape], plan: StepPlan, *more: jax.Array) -> Any:
         """Run a plan with a program of the table. Returns the second result of `step.forward.forward`.
 
-        hidden: from the stage before; none in the first.
+        more: hidden states from the stage before, or drafts from a drafter on the device; none in other programs.
         """
         state, most = self.live, program.shape.max_updates
         if len(plan.moves):
@@ -76,7 +77,7 @@ class StageRunner:
         self.state, updates = upload_long_rows(state, plan, self._width, most, self._upload_row, self.placement)
         packed = pack(plan, updates, program.shape)
         # `packed` is a numpy array: the call uploads it in 4 us, `jax.device_put` takes 40 to 75 us
-        self.state, result = run_forward(program.run, self._weights, self.state, packed, *hidden)
+        self.state, result = run_forward(program.run, self._weights, self.state, packed, *more)
         return result
 
     def write_blocks(
@@ -147,6 +148,7 @@ class LastStageRunner(StageRunner):
         super().__init__(build, params, programs, host_slots=host_slots, owns_params=owns_params, handover=handover)
         self._token_mask = token_mask
         self._on_sampled = on_sampled
+        self._no_token_masks: dict[int, jax.Array] = {}  # by number of tokens; see `sample_checked`
         self._uploader = None if self._spec.pools else ExtrasUploader(
             build.state_shapes(), build.limits.max_model_len, self.placement, build.store
         )  # fmt: skip
@@ -189,11 +191,27 @@ class LastStageRunner(StageRunner):
         self._on_sampled(plan, output)
         return output
 
-    def _run_output(self, program: Program[OutputShape], rows: np.ndarray | jax.Array) -> jax.Array:
+    def sample_checked(self, plan: StepPlan, checked: jax.Array, masks: Sequence[RowMask]) -> jax.Array:
+        """Sample for a verify step. checked: see `Batch`. masks: of tokens."""
+        program = self.programs.sampler(checked.shape[1], plan.sampler, checks=True)
+        if not uses_extras(program.shape):
+            return self._run_output(program, checked)
+        num_tokens, words = program.shape.rows, self.live.sampling.masks.shape[1]
+        packed = self._no_token_masks.get(num_tokens)
+        if packed is None or masks:
+            host = np.zeros((num_tokens, words + 1), np.uint32)
+            for mask in masks:
+                host[mask.token, :-1], host[mask.token, -1] = mask.words, 1
+            packed = self.placement.put(host)
+            if not masks:
+                self._no_token_masks[num_tokens] = packed
+        return self._run_output(program, checked, packed)
+
+    def _run_output(self, program: Program[OutputShape], rows: Any, *more: jax.Array) -> jax.Array:
         state = self.live
         extras = state.sampling if uses_extras(program.shape) else None
         table, extras, output = program.run(
-            self._lm_head_params, self._token_mask, state.table, extras, state.hidden, rows
+            self._lm_head_params, self._token_mask, state.table, extras, state.hidden, rows, *more
         )
         self.state = state.replace(table=table, sampling=state.sampling if extras is None else extras)
         return output

@@ -219,6 +219,29 @@ class KVCacheManager:
         """Count tokens as computed. The scheduler adds them to `num_computed` of their requests."""
         self.num_empty -= num_tokens
 
+    def note_rejected(self, request: Request, num_tokens: int) -> None:
+        """Count tokens as not computed after all, and free the blocks past the end.
+
+        The scheduler has subtracted them from `num_computed`, which still counts all tokens of planned steps. So no
+        step writes to a freed block before its next owner does.
+        """
+        kv = request.kv
+        self.num_empty += num_tokens
+        needed = -(-request.schedule.num_computed // self.block_size)
+        excess = kv.num_slots // self.block_size - needed
+        if excess <= 0:
+            return
+        runs = []
+        for table in kv.block_tables:
+            runs.append(table.blocks[needed:])
+            del table.blocks[needed:]
+        num_freed = excess * len(self.windows)
+        kv.num_slots -= excess * self.block_size
+        kv.num_held -= num_freed
+        self.num_held -= num_freed
+        self.num_empty -= excess * self.block_size
+        self.pool.free(_interleaved(runs))
+
     def release_before_windows(self, request: Request) -> None:
         """Free the blocks that no later token sees. The caller does this once `release_at` tokens are computed.
 
@@ -227,9 +250,10 @@ class KVCacheManager:
         """
         self.names.index_computed(request)
         kv, runs = request.kv, []
+        certain = request.schedule.num_computed - request.schedule.num_drafts_in_flight  # the others may be rejected
         for kv_group, window in self._sliding.windowed.items():
             table = kv.block_tables[kv_group]
-            first, end = table.first_held, self._sliding.first_seen(window, request.schedule.num_computed)
+            first, end = table.first_held, self._sliding.first_seen(window, certain)
             runs.append(table.blocks[first:end])
             table.blocks[first:end] = [FREED] * (end - first)
             table.first_held = end

@@ -40,7 +40,8 @@ def _check_request(pool: BlockPool, windows: SlidingWindows, request: Request) -
         shared = num_computed < kv.num_slots and pool.ref_count(table.blocks[next_block]) > 1
         if shared and not kv.tail_shared:
             raise EngineError(f"{name} is about to write to block {table.blocks[next_block]}, which others hold")
-        if table.first_held != windows.first_seen(window, num_computed):
+        certain = num_computed - request.schedule.num_drafts_in_flight
+        if table.first_held != windows.first_seen(window, certain):
             raise EngineError(
                 f"{name} has computed {num_computed} tokens and holds blocks from index {table.first_held} on, with a "
                 f"window of {window}"

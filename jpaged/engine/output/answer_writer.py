@@ -47,7 +47,7 @@ class AnswerWriter:
         if metrics.first_token_time is None:
             metrics.first_token_time = now
         if output.reasoning_budget is not None:
-            output.reasoning_budget.append(token_id, self._token_bytes(token_id))
+            output.reasoning_budget.append(token_id, self.token_bytes(token_id))
         stops = token_id in request.stop_ids
         is_full = len(token_ids) >= request.max_total_tokens
         completes_grammar = repeats = False
@@ -126,7 +126,8 @@ class AnswerWriter:
             return Logprob(logprob, rank)
         return Logprob(logprob, rank, decoder.token_text(token_id), decoder.token_bytes(token_id))
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
+        """Text of a token in UTF-8, for a reasoning budget. Raises EngineError without a tokenizer."""
         if self._decoder is None:
             raise EngineError("a reasoning budget needs a tokenizer")
         exact = self._decoder.token_bytes(token_id)

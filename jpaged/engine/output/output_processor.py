@@ -18,7 +18,7 @@ from jpaged.engine.observe.engine_metrics import EngineMetrics
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
-from jpaged.engine.step_plan import RowMask
+from jpaged.engine.step_plan import RowMask, StepPlan
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
 from jpaged.errors import EngineError, LogitsError, RequestError
 
@@ -46,7 +46,7 @@ class OutputProcessor:
         request_groups = self.request_groups
         taken = []  # requests that have a new token
         news: dict[RequestGroup, None] = dict.fromkeys(self._take_scores(collected))  # an ordered set
-        for index, request in self._scheduler.results(collected.step):
+        for index, request in self._scheduler.results(collected.step, collected.result.num_accepted):
             request_group = request_groups[request.request_id]
             strategy = request_group.strategy
             try:
@@ -76,13 +76,16 @@ class OutputProcessor:
 
         Also returns final outputs of request groups that end because their grammar allows no token or is too slow.
         """
-        masks, ended = [], []
-        for request, samples in zip(step.requests, step.plan.samples.tolist(), strict=True):
-            extras, row = request.extras, request.schedule.row
-            if not samples or extras is None or not extras.follows_tokens or row < 0 or request in step.discarded:
+        masks: list[RowMask] = []
+        ended = []
+        for index, (request, samples) in enumerate(zip(step.requests, step.plan.samples.tolist(), strict=True)):
+            extras, schedule = request.extras, request.schedule
+            if not samples or extras is None or schedule.row < 0 or request in step.discarded:
+                continue
+            if not extras.follows_tokens and not schedule.mask_pending:
                 continue
             try:
-                masks.append(RowMask(row, request.mask()))
+                masks += self._masks_of(request, step.plan, index)
             except Exception as error:  # the other requests continue
                 request_group = self.request_groups[request.request_id]
                 self._note_failure(request, error)
@@ -90,6 +93,18 @@ class OutputProcessor:
                 if request_group.has_ended:
                     ended.append(request_group)
         return masks, [self._final_output(request_group) for request_group in ended]
+
+    def _masks_of(self, request: Request, plan: StepPlan, index: int) -> list[RowMask]:
+        """Masks of one row of a plan, now that all tokens before the step are known. index: of the row."""
+        schedule, extras = request.schedule, request.extras
+        if plan.drafts is None:
+            if extras is not None:
+                schedule.mask_pending = request.num_output_tokens < extras.min_tokens
+            return [RowMask(schedule.row, request.mask())]
+        first, count = int(plan.num_tokens[:index].sum()), int(plan.num_tokens[index])
+        drafts = plan.drafts.after(index, len(request.token_ids) - 1, request.token_ids[-1], count - 1)
+        masks = request.draft_masks(drafts, self._context.writer.token_bytes)
+        return [RowMask(schedule.row, mask, first + i) for i, mask in enumerate(masks)]
 
     def end(self, request_group: RequestGroup, status: RequestStatus) -> Output:
         """End all requests of a group that have not ended. Returns its final output."""

@@ -61,7 +61,7 @@ class DecodeScheduler:
     def update_boundary(self, request: Request) -> None:
         """Free blocks that left their windows, and compute `next_boundary`."""
         kv, schedule = request.kv, request.schedule
-        if schedule.num_computed >= kv.release_at:
+        if schedule.num_computed - schedule.num_drafts_in_flight >= kv.release_at:
             self._manager.release_before_windows(request)
         if not schedule.decoding or kv.tail_shared:
             schedule.next_boundary = 0

@@ -26,7 +26,7 @@ from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
 from jpaged.engine.scheduling.forks import Forks
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerState
 from jpaged.engine.scheduling.step_selection import StepSelection
-from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, SamplerVariant, StepPlan
+from jpaged.engine.step_plan import BlockMove, DraftPlan, RowInit, RowMask, SamplerVariant, StepPlan, num_guesses
 from jpaged.params.sampling import NEUTRAL_COLUMNS, PARAMETERS, SamplingParams
 
 # A larger penalty makes logits infinite, at any temperature. So does a penalty below the inverse of this.
@@ -74,7 +74,7 @@ class PlanBuilder:
         self._manager = state.manager
         self._running = state.running
         self._counters = state.counters
-        self._vocab_size = state.limits.vocab_size
+        self._vocab_size, self._max_drafts = state.limits.vocab_size, state.limits.max_drafts
         self._decodes = decodes
         self._forks = forks
         self._ones = np.ones(state.limits.max_num_seqs, np.int32)
@@ -87,6 +87,7 @@ class PlanBuilder:
         self._manager.note_computed(count)
         for request in selection.boundary_decodes:
             self._decodes.update_boundary(request)
+        drafts = self._drafts(selection) if selection.drafts else None
         sampler = self._running.sampler_for(requests)
         prompts = self._prompt_rows(selection) if selection.chunks else _NO_PROMPT_ROWS
         if prompts.rows:
@@ -97,10 +98,13 @@ class PlanBuilder:
         self._counters.waste_sum += self._manager.waste
         masks, waits_for_masks = (), False
         if sampler is SamplerVariant.FULL:
-            masks, waits_for_masks = self._masks(requests, count, prompts.samples)
+            masks, waits_for_masks = self._masks(requests, count, prompts.samples, selection)
+        num_tokens = _followed_by(self._ones, count, prompts.num_tokens)
+        if drafts is not None:
+            num_tokens = _int32([1 + selection.num_drafts(request) for request in requests])
         plan = StepPlan(
             rows=_int32(rows),
-            num_tokens=_followed_by(self._ones, count, prompts.num_tokens),
+            num_tokens=num_tokens,
             num_decodes=count,
             samples=_followed_by(self._trues, count, prompts.samples),
             prompt_tokens=_int32(prompts.prompt_tokens) if prompts.prompt_tokens else _NOTHING,
@@ -112,8 +116,24 @@ class PlanBuilder:
             masks=masks,
             scored=_lines(prompts.scored, _NOTHING_SCORED).T,
             waits_for_masks=waits_for_masks,
+            drafts=drafts,
         )
         return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers))
+
+    def _drafts(self, selection: StepSelection) -> DraftPlan:
+        """The drafts of the selection. Frees blocks that left their windows, as for decodes at their boundary."""
+        count = len(selection.decodes)
+        guesses = np.full((count, num_guesses(self._max_drafts)), -1, np.int32)
+        first = np.full(count, -1, np.int32)
+        for index, request in enumerate(selection.decodes):
+            draft = selection.drafts.get(request)
+            if draft is None:
+                continue
+            self._decodes.update_boundary(request)
+            if draft.guesses is not None:
+                first[index] = len(request.token_ids)
+                guesses[index, : len(draft.guesses)] = draft.guesses
+        return DraftPlan(guesses, first)
 
     def _prompt_rows(self, selection: StepSelection) -> _PromptRows:
         rows = _PromptRows(len(selection.decodes))
@@ -153,25 +173,34 @@ class PlanBuilder:
 
     def _start_row(self, rows: _PromptRows, request: Request) -> None:
         rows.inits.append(row_init(request, self._vocab_size))
-        request.schedule.row_is_new = False
+        schedule, extras = request.schedule, request.extras
+        schedule.row_is_new = False
+        schedule.mask_pending = extras is not None and request.num_output_tokens < extras.min_tokens
 
     def _masks(
-        self, requests: Sequence[Request], num_decodes: int, samples: Sequence[bool]
+        self, requests: Sequence[Request], num_decodes: int, samples: Sequence[bool], selection: StepSelection
     ) -> tuple[tuple[RowMask, ...], bool]:
         """Masks that change because `min_tokens` is reached, and whether the step waits for other masks.
 
-        samples: of the rows after the decodes.
+        samples: of the rows after the decodes. A step waits also if drafts make it uncertain whether `min_tokens` is
+        reached.
         """
         masks, waits = [], False
         for index, request in enumerate(requests):
             extras = request.extras
             if extras is None or (index >= num_decodes and not samples[index - num_decodes]):
                 continue
-            in_flight = request.schedule.num_in_flight - 1  # without the token that this step samples
-            waits |= extras.has_grammar_or_budget or (in_flight > 0 and extras.follows_tokens)
+            schedule, drafts = request.schedule, selection.num_drafts(request)
+            in_flight = schedule.num_in_flight - 1 - drafts  # without the tokens that this step samples
+            waits |= extras.has_grammar_or_budget or (in_flight + drafts > 0 and extras.follows_tokens)
             count = request.num_output_tokens + in_flight
-            if extras.changes_at(count):
-                masks.append(RowMask(request.schedule.row, extras.mask(request.token_ids, count)))
+            if not schedule.mask_pending:
+                continue
+            if schedule.num_drafts_in_flight and count + drafts >= extras.min_tokens:
+                waits = True
+            elif count >= extras.min_tokens:
+                schedule.mask_pending = False
+                masks.append(RowMask(schedule.row, extras.mask(request.token_ids, count)))
         return tuple(masks), waits
 
     def _moves(self) -> np.ndarray:

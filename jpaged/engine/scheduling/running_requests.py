@@ -43,7 +43,7 @@ class RunningRequests:
         self.free_rows.append(schedule.row)
         schedule.row = NO_ROW
         schedule.row_is_new = False
-        schedule.num_computed = 0
+        schedule.num_computed = schedule.num_drafts_in_flight = 0
 
     def start_decoding(self, request: Request) -> None:
         """Note that the request's last token is in the device's request table from now on."""

@@ -31,9 +31,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
 from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
+from jpaged.engine.scheduling.draft_scheduler import DraftScheduler
 from jpaged.engine.scheduling.forks import Forks
 from jpaged.engine.scheduling.plan_builder import PlanBuilder
 from jpaged.engine.scheduling.preemption import Preemption
@@ -44,6 +47,7 @@ from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.engine.scheduling.step_pace import StepPace
 from jpaged.engine.scheduling.step_selection import StepSelection
 from jpaged.engine.scheduling.waiting_queue import WaitingQueue
+from jpaged.engine.speculation.speculation import Speculation
 from jpaged.errors import EngineError
 
 
@@ -58,8 +62,13 @@ class Scheduler:
         *,
         counters: SchedulerCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
+        speculation: Speculation | None = None,
+        verify_sizes: Callable[[], Sequence[int]] = tuple,
     ):
-        """counters: to continue; None: new ones. clock: returns seconds; arrival times must use the same clock."""
+        """counters: to continue; None: new ones. clock: returns seconds; arrival times must use the same clock.
+
+        speculation: makes drafts; None: no step has any. verify_sizes: returns `Runner.verify_sizes`.
+        """
         if limits.max_num_batched_tokens < limits.max_num_seqs:
             raise EngineError(
                 f"max_num_batched_tokens={limits.max_num_batched_tokens} is less than max_num_seqs="
@@ -78,6 +87,10 @@ class Scheduler:
         self._prompts = PromptScheduler(state, self._preemption, clock)
         self._forks = Forks(state, self._decodes)
         self._builder = PlanBuilder(state, self._decodes, self._forks)
+        self._speculation = speculation
+        self._drafts = None
+        if speculation is not None:
+            self._drafts = DraftScheduler(state, self._decodes, speculation, verify_sizes)
         # Steps that may be in flight when tokens arrive, newest last.
         self._newest: collections.deque[ScheduledStep] = collections.deque(maxlen=limits.num_stages)
 
@@ -141,16 +154,24 @@ class Scheduler:
             self._prompts.schedule(selection)
         if not selection:
             return None
+        if self._drafts is not None:
+            self._drafts.schedule(selection)
         step = self._builder.build(selection)
         self._newest.append(step)
         return step
 
-    def results(self, step: ScheduledStep) -> Iterator[tuple[int, Request]]:
+    def results(
+        self, step: ScheduledStep, num_accepted: np.ndarray | None = None
+    ) -> Iterator[tuple[int, Request]]:
         """Rows of a collected step whose result counts: (index of the row in the plan, request).
 
         Their tokens are no longer in flight. The iterator leaves out requests that end while the caller consumes it.
+        num_accepted: of a verify step, see `StepResult`.
         """
         discarded, plan = step.discarded, step.plan
+        if num_accepted is not None:
+            yield from self._verified(step, num_accepted.tolist())
+            return
         rows: Iterator[tuple[int, Request]] = enumerate(step.requests)
         if not plan.decodes_only:
             rows = itertools.compress(rows, plan.samples.tolist())
@@ -160,6 +181,22 @@ class Scheduler:
                 schedule.num_in_flight -= 1
                 yield index, request
 
+    def _verified(self, step: ScheduledStep, num_accepted: Sequence[int]) -> Iterator[tuple[int, Request]]:
+        """`results` of a verify step."""
+        if self._drafts is None or self._speculation is None:
+            raise EngineError("a verify step of an engine that does not speculate")
+        counts = zip(step.requests, step.plan.num_tokens.tolist(), num_accepted, strict=True)
+        for index, (request, num_tokens, accepted) in enumerate(counts):
+            schedule, drafts = request.schedule, num_tokens - 1
+            if schedule.status.is_end or request in step.discarded:
+                continue
+            schedule.num_in_flight -= num_tokens
+            if drafts and schedule.status is RequestStatus.RUNNING:
+                self._drafts.settle(request, drafts, accepted)
+            if drafts:
+                self._speculation.note_result(request, drafts, accepted)
+            yield index, request
+
     def note_arrived(self, requests: Sequence[Request]) -> None:
         """Note that the sampled token of each request has reached the host. `results` does this itself."""
         for request in requests:
@@ -167,9 +204,13 @@ class Scheduler:
 
     def discard_in_flight(self, request: Request) -> None:
         """Let a request continue from known tokens. Its sample in flight is dropped when it arrives."""
-        if request.schedule.num_in_flight:
+        schedule = request.schedule
+        if schedule.num_in_flight:
             next(step for step in reversed(self._newest) if request in step.requests).discarded.add(request)
-            request.schedule.num_in_flight = 0
+            schedule.num_in_flight = 0
+        if schedule.num_drafts_in_flight and self._drafts is not None:
+            self._drafts.settle(request, schedule.num_drafts_in_flight, 0)
+            schedule.row_is_new = True  # the device may accept drafts: its LENGTH is uploaded again
         self._rows.stop_decoding(request)
 
     def note_seconds(self, step: ScheduledStep, seconds: float) -> None:

@@ -20,6 +20,7 @@ class SchedulerLimits:
     # A longer sequence needs KV computed with the rope of long sequences (longrope); None: the rope never switches.
     longrope_switch_len: int | None = None
     num_stages: int = 1  # pipeline stages, and micro-batches of decoding requests
+    max_drafts: int = 0  # most drafts per row of a verify step; 0: the engine does not speculate
 
     def must_switch_rope(self, request: Request, num_tokens: int) -> bool:
         """Whether a request's KV has the short rope, and `num_tokens` tokens need the long one."""

@@ -1,6 +1,7 @@
 """Rows and tokens chosen for one step. Preemption may remove rows until the plan is built."""
 
 from jpaged.engine.request import Request
+from jpaged.engine.speculation.draft import Draft
 
 
 class StepSelection:
@@ -12,6 +13,7 @@ class StepSelection:
         self.boundary_decodes: list[Request] = []    # the part of `decodes` that reached its next boundary
         self.chunks: dict[Request, int] = {}         # known tokens that each prompt row computes
         self.prompts: list[Request] = []             # running requests that do not decode
+        self.drafts: dict[Request, Draft] = {}       # for some of the decodes; already counted as computed
         self.block_updates: list[tuple[int, int, int, int]] = []  # (row, kv_group, index, block)
 
     def __bool__(self) -> bool:
@@ -25,6 +27,11 @@ class StepSelection:
     def end(self, request: Request) -> int:
         """Number of the request's tokens that are computed after this step."""
         return request.schedule.num_computed + self.chunks.get(request, 0)
+
+    def num_drafts(self, request: Request) -> int:
+        """Drafts of a decode."""
+        draft = self.drafts.get(request)
+        return 0 if draft is None else draft.count
 
     def remove(self, request: Request) -> None:
         """Remove a request that is preempted."""

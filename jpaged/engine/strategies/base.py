@@ -41,6 +41,13 @@ class CollectedStep:
     began: float          # time of dispatch, or the end of the previous step if that is later; `time.monotonic()`
     now: float            # time of collection
 
+    def samples(self, index: int) -> range:
+        """Indices in `result` of the samples of row `index`: one, or after a verify step one more than accepted."""
+        if self.result.num_accepted is None:
+            return range(index, index + 1)
+        first = int(self.step.plan.num_tokens[:index].sum())
+        return range(first, first + int(self.result.num_accepted[index]) + 1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StrategyContext:

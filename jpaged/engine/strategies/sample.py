@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jpaged.engine.observe.engine_metrics import AnswerEnd
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.step_plan import NOTHING_ALLOWED
 from jpaged.engine.strategies.base import (
     CollectedStep,
     Output,
@@ -41,19 +42,27 @@ class SampleStrategy(Strategy):
         super().begin(request_group, context)
 
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
-        """Append the sampled token, and forced tokens after it. Raises an error if no token could be sampled."""
-        token_id, output = collected.token_ids[index], request.output
-        if token_id < 0:
-            raise sampling_error(token_id, request.params)
-        context = self.context
-        context.counters.generated_tokens += 1
-        writer = context.writer
-        if output.cumulative_logprob is not None:
-            writer.append_logprobs(request, token_id, collected.result, index)
-        end = writer.append(request, token_id, collected.now)
-        if output.jumps and end is None:
+        """Append the sampled tokens, and forced tokens after them. Raises an error if no token could be sampled."""
+        output, end = request.output, None
+        for sample in collected.samples(index):
+            end = self._append(request, collected, sample)
+            if end is not None:  # what was sampled after the end is dropped
+                return end
+        if output.jumps:
             end = self._jump(request, collected.now)
         return end
+
+    def _append(self, request: Request, collected: CollectedStep, sample: int) -> RequestStatus | None:
+        """Append one sampled token. sample: its index in the result."""
+        token_id, context = collected.token_ids[sample], self.context
+        if token_id < 0:
+            if token_id == NOTHING_ALLOWED and request.output.matcher is not None:
+                request.mask()  # raises the grammar's own error
+            raise sampling_error(token_id, request.params)
+        context.counters.generated_tokens += 1
+        if request.output.cumulative_logprob is not None:
+            context.writer.append_logprobs(request, token_id, collected.result, sample)
+        return context.writer.append(request, token_id, collected.now)
 
     def is_due(self, request: Request) -> bool:
         """Whether `stream_interval` tokens are new. The first token is always due."""

@@ -39,7 +39,17 @@ from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
 from jpaged.runtime.step.forward import compile_forward, upload_row
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, compile_output
-from jpaged.runtime.step.program_shapes import DECODE, MIXED, POOL, Shape, bucket_shapes, kind_of, size
+from jpaged.runtime.step.program_shapes import (
+    DECODE,
+    MIXED,
+    POOL,
+    VERIFY_ROWS,
+    VERIFY_ROWS_ON_CPU,
+    Shape,
+    bucket_shapes,
+    kind_of,
+    size,
+)
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
@@ -128,6 +138,17 @@ class Blueprint:
         return self.placement.shape((self.model.spec.vocab_size,), np.bool_) if self.model.masked else None
 
     @property
+    def max_drafts(self) -> int:
+        """Most drafts per row of a verify step; 0: the engine does not speculate."""
+        speculation = self.config.speculative_config
+        return 0 if speculation is None else speculation.num_drafts
+
+    @property
+    def proposes(self) -> bool:
+        """True if a drafter on the device makes drafts."""
+        return False
+
+    @property
     def program_shapes(self) -> list[Shape]:
         """Shapes of the program table."""
         limits, config = self.limits, self.config
@@ -135,7 +156,8 @@ class Blueprint:
             max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size, num_kv_groups=len(limits.kv_groups.windows), smallest=limits.smallest_bucket,
             row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=self.model.spec.pools,
-            context=self.placement.shards.context,
+            context=self.placement.shards.context, drafts=self.max_drafts, proposes=self.proposes,
+            verify_rows=VERIFY_ROWS_ON_CPU if self.placement.platform == "cpu" else VERIFY_ROWS,
         )  # fmt: skip
         return [shape for shape in shapes if self.model.stage.is_last or isinstance(shape, ForwardShape)]
 
@@ -366,7 +388,8 @@ class FittedBuild:
                 )  # fmt: skip
             return compile_output(
                 model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
-                options=blueprint.sampler_options, placement=blueprint.placement, store=self.store,
+                options=blueprint.sampler_options, placement=blueprint.placement, max_drafts=blueprint.max_drafts,
+                store=self.store,
             )  # fmt: skip
 
     def compile_table(self, *, progress: bool, first_only: bool = False) -> ProgramTable:

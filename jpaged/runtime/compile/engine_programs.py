@@ -79,6 +79,11 @@ class EnginePrograms:
         return self.programs.await_kind(sampler.name) and (not scores or self.programs.await_kind(SCORE))
 
     @property
+    def verify_sizes(self) -> Sequence[int]:
+        """Capacity of each verify program that exists, in tokens, smallest first."""
+        return self.programs.verify_sizes
+
+    @property
     def compiles_after_ready(self) -> int:
         """Number of programs that steps compiled: 0, unless the table lacks a program."""
         return self._counter.count

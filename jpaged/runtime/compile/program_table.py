@@ -19,10 +19,12 @@ from jpaged.lifetime import stop_if_ending
 from jpaged.phases import PATIENCE_SECONDS, tell
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
-from jpaged.runtime.step.program_shapes import DECODE, MIXED, POOL, SCORE, Kind, Shape, kind_of, size
+from jpaged.runtime.step.program_shapes import CHECKS, DECODE, MIXED, POOL, SCORE, VERIFY, Kind, Shape, kind_of, size
 from jpaged.runtime.store.cache import cache_hits
 
 logger = logging.getLogger(__name__)
+
+_FORWARD_ORDER = (DECODE, VERIFY, MIXED)
 
 ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
 
@@ -57,8 +59,9 @@ def compiled(shape: Shape, compile_one: Callable[[Shape], jax.stages.Compiled]) 
 class ProgramTable:
     """The programs of an engine. Other threads may `add` programs that are missing at first."""
 
-    forwards: list[Program[ForwardShape]]  # decodes first, then by tokens
+    forwards: list[Program[ForwardShape]]  # decodes first, then verify programs, then by tokens
     samplers: list[Program[SampleShape]]   # by variant, then by rows
+    verify_sizes: tuple[int, ...]  # tokens of the verify programs that exist with all their samplers, smallest first
     poolers: list[Program[PoolShape]]      # by rows
     scorer: Program[ScoreShape] | None
 
@@ -77,8 +80,11 @@ class ProgramTable:
             return [program for program in programs if isinstance(program.shape, kind)]
 
         scorers: list[Program[ScoreShape]] = of(ScoreShape)
-        self.forwards = sorted(of(ForwardShape), key=lambda p: (not p.shape.is_decode, p.shape.tokens))
-        self.samplers = sorted(of(SampleShape), key=lambda p: (p.shape.variant, p.shape.rows))
+        self.forwards = sorted(of(ForwardShape), key=lambda p: (_FORWARD_ORDER.index(kind_of(p.shape)), p.shape.tokens))
+        self.samplers = sorted(of(SampleShape), key=lambda p: (p.shape.variant, p.shape.checks, p.shape.rows))
+        checks = [p.shape.rows for p in self.samplers if p.shape.checks]
+        sizes = [p.shape.tokens for p in self.forwards if p.shape.drafts]
+        self.verify_sizes = tuple(n for n in sizes if checks.count(n) == len(SamplerVariant))
         self.poolers = sorted(of(PoolShape), key=lambda p: p.shape.rows)
         self.scorer = scorers[0] if scorers else None
 
@@ -156,28 +162,32 @@ class ProgramTable:
 
     def forward(self, plan: StepPlan) -> Program[ForwardShape]:
         """Smallest forward program that can run the plan."""
-        decode_only, tokens, rows = plan.decodes_only, plan.total_tokens, len(plan.rows)
+        verifies, tokens, rows = plan.drafts is not None, plan.total_tokens, len(plan.rows)
+        is_decode = plan.decodes_only and not verifies
 
         def find() -> Program[ForwardShape] | None:
             for program in self.forwards:
                 shape = program.shape
-                if shape.is_decode == decode_only and shape.tokens >= tokens and shape.rows >= rows:
+                is_kind = shape.is_decode == is_decode and bool(shape.drafts) == verifies
+                if is_kind and shape.tokens >= tokens and shape.rows >= rows:
                     return program
             return None
 
-        kind = DECODE if decode_only else MIXED
+        kind = DECODE if is_decode else VERIFY if verifies else MIXED
         return find() or self._wait(find, kind, f"no program takes {tokens} tokens in {rows} rows")
 
-    def sampler(self, num_rows: int, variant: SamplerVariant) -> Program[SampleShape]:
-        """Smallest `sample` program of a variant for `num_rows` rows."""
+    def sampler(self, num_rows: int, variant: SamplerVariant, *, checks: bool = False) -> Program[SampleShape]:
+        """Smallest `sample` program of a variant for `num_rows` rows. checks: for a verify step of `num_rows` tokens."""
 
         def find() -> Program[SampleShape] | None:
             for program in self.samplers:
-                if program.shape.rows >= num_rows and program.shape.variant is variant:
+                shape = program.shape
+                if shape.rows >= num_rows and shape.variant is variant and shape.checks == checks:
                     return program
             return None
 
-        return find() or self._wait(find, variant.name, f"no {variant.name} sample program takes {num_rows} rows")
+        kind = CHECKS * checks + variant.name
+        return find() or self._wait(find, kind, f"no {kind} sample program takes {num_rows} rows")
 
     def pooler(self, num_rows: int) -> Program[PoolShape]:
         """Smallest `pool` program for `num_rows` rows."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jpaged.engine.step_plan import StepPlan
+from jpaged.engine.step_plan import FROM_DEVICE, StepPlan, num_guesses
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, row_values
 
@@ -35,17 +35,31 @@ class ForwardShape:
     block_size: int
     num_kv_groups: int = 1
     token_parts: int = 1  # devices that share the tokens, with context parallelism (`context`)
+    drafts: int = 0  # most drafts per row of a verify program; 0: not a verify program
+    proposes: bool = False  # a verify program that takes one more argument: the drafts of a drafter on the device
 
     @property
     def max_updates(self) -> int:
         """Maximum `block_updates`. Per KV group: blocks that the tokens fill, and one started block per row."""
         return self.num_kv_groups * (self.tokens // self.block_size + self.rows) + SPARE_UPDATES
 
+    @property
+    def max_query_len(self) -> int:
+        """Upper bound of the tokens of a row, on one device."""
+        if self.is_decode:
+            return 1
+        return 1 + self.drafts if self.drafts else self.tokens // self.token_parts
+
     @functools.cached_property  # computing it would take 8 us at every step
     def cuts(self) -> dict[str, slice]:
         """Slice of each part in the packed int32 array, by name."""
-        sizes = {"rows": self.rows, "output_rows": 2 * self.rows, "updates": 3 * self.max_updates}
-        if not self.is_decode:
+        if self.drafts:
+            guesses = self.rows * num_guesses(self.drafts)
+            sizes = {"rows": self.rows, "updates": 3 * self.max_updates, "num_tokens": self.rows}
+            sizes |= {"guesses": guesses, "first_guess": self.rows}
+        else:
+            sizes = {"rows": self.rows, "output_rows": 2 * self.rows, "updates": 3 * self.max_updates}
+        if not self.is_decode and not self.drafts:
             sizes |= {
                 "num_decodes": 1,
                 "num_tokens": self.rows,
@@ -62,7 +76,9 @@ class ForwardShape:
         return max(cut.stop for cut in self.cuts.values())
 
     def __str__(self) -> str:
-        return f"decode {self.rows} rows" if self.is_decode else f"mixed {self.tokens} tokens"
+        if self.is_decode:
+            return f"decode {self.rows} rows"
+        return f"{'verify' if self.drafts else 'mixed'} {self.tokens} tokens"
 
 
 def block_updates(plan: StepPlan, width: int) -> np.ndarray:
@@ -86,8 +102,15 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray
     packed = np.full(shape.packed_size, -1, np.int32)  # -1 is padding
     cuts, rows = shape.cuts, len(plan.rows)
     packed[cuts["rows"]][:rows] = plan.rows
-    _pack_output_rows(plan, packed[cuts["output_rows"]].reshape(2, shape.rows))
     packed[cuts["updates"]][: updates.size] = updates.ravel()
+    if plan.drafts is not None:
+        counts = packed[cuts["num_tokens"]]
+        counts[:] = 0
+        counts[:rows] = plan.num_tokens
+        packed[cuts["guesses"]].reshape(shape.rows, -1)[:rows] = plan.drafts.guesses
+        packed[cuts["first_guess"]][:rows] = plan.drafts.first
+        return packed
+    _pack_output_rows(plan, packed[cuts["output_rows"]].reshape(2, shape.rows))
     if not shape.is_decode:
         packed[cuts["num_decodes"]] = plan.num_decodes
         counts = packed[cuts["num_tokens"]]
@@ -138,10 +161,19 @@ class Batch:
     token_ids: Leaf  # int32[tokens]
     positions: Leaf  # int32[tokens]
     rope_lens: Leaf  # int32[tokens]  max(the row's rope_len, position + 1)
+    # int32[3, tokens]  of a verify step: the token's row of the table, past its end for padding; its index in the row,
+    # where 0 is the row's last token and i is draft i; the draft, -1 at index 0 and where no draft is known
+    checked: Leaf | None = None
 
 
-def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: ForwardShape) -> tuple[DeviceState, Batch]:
-    """Unpack the plan, apply its changes to the table and the block tables, and build the decoder's inputs."""
+def build_batch(
+    state: DeviceState, packed: Int[Array, " packed"], shape: ForwardShape,
+    proposed: Int[Array, "rows drafts"] | None = None,
+) -> tuple[DeviceState, Batch]:  # fmt: skip
+    """Unpack the plan, apply its changes to the table and the block tables, and build the decoder's inputs.
+
+    proposed: drafts of a drafter on the device, for rows of a verify step whose `first` is FROM_DEVICE.
+    """
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     capacity = state.table.shape[0]
 
@@ -156,24 +188,33 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Forwar
     if shape.is_decode:
         num_tokens = (rows < capacity).astype(jnp.int32)
     else:
-        values = part["init_values"].reshape(-1, NUM_FIELDS)
-        table = table.at[drop_padding(part["init_rows"])].set(values, mode="drop")
         num_tokens = part["num_tokens"]
+        if not shape.drafts:
+            values = part["init_values"].reshape(-1, NUM_FIELDS)
+            table = table.at[drop_padding(part["init_rows"])].set(values, mode="drop")
 
     fields = jnp.take(table, rows, axis=0, mode="clip")
     block_tables = jnp.take(blocks, rows, axis=0, mode="clip")
     length = fields[:, Field.LENGTH]
     query_start_loc = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)])
-    token = jnp.arange(shape.tokens)
+    token, checked = jnp.arange(shape.tokens), None
     if shape.is_decode:
         token_row, real, positions = token, num_tokens > 0, length
         token_ids = fields[:, Field.LAST_TOKEN]
     else:
         token_row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), shape.rows - 1)
         real = token < query_start_loc[-1]
-        positions = length[token_row] + token - query_start_loc[token_row]
-        from_table = token_row < part["num_decodes"][0]
-        token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
+        offset = token - query_start_loc[token_row]
+        positions = length[token_row] + offset
+        last = fields[token_row, Field.LAST_TOKEN]
+        if shape.drafts:
+            drafts = _drafts(part, fields, shape.drafts, proposed)
+            draft = jnp.where(offset > 0, drafts[token_row, jnp.clip(offset - 1, 0, shape.drafts - 1)], -1)
+            token_ids = jnp.where(offset > 0, jnp.maximum(draft, 0), last)
+            checked = jnp.stack([jnp.where(real, rows[token_row], capacity), offset, draft])
+        else:
+            from_table = token_row < part["num_decodes"][0]
+            token_ids = jnp.where(from_table, last, part["prompt_tokens"])
     positions = jnp.where(real, positions, 0)
     context_lens = jnp.where(num_tokens > 0, length + num_tokens, 0)
     kv_groups = []
@@ -189,8 +230,25 @@ def build_batch(state: DeviceState, packed: Int[Array, " packed"], shape: Forwar
         token_ids=jnp.where(real, token_ids, 0),
         positions=positions,
         rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
+        checked=checked,
     )
     return state.replace(table=table, blocks=blocks), batch
+
+
+def _drafts(
+    part: dict[str, Array], fields: Int[Array, "rows num_fields"], count: int,
+    proposed: Int[Array, "rows drafts"] | None,
+) -> Int[Array, "rows drafts"]:  # fmt: skip
+    """The first `count` drafts after each row's last token; -1 where no draft is known. See `DraftPlan`."""
+    guesses, first = part["guesses"].reshape(len(fields), -1), part["first_guess"]
+    length, last = fields[:, Field.LENGTH], fields[:, Field.LAST_TOKEN]
+    start = length - first  # index of the guess for the last token's position; -1: the guesses start after it
+    guessed_last = jnp.take_along_axis(guesses, start[:, None], axis=1, mode="clip")[:, 0]
+    fits = (start == -1) | ((start >= 0) & (start < guesses.shape[1]) & (guessed_last == last))
+    index = start[:, None] + 1 + jnp.arange(count)
+    drafts = jnp.take_along_axis(guesses, index, axis=1, mode="clip")
+    drafts = jnp.where(fits[:, None] & (index < guesses.shape[1]), drafts, -1)
+    return drafts if proposed is None else jnp.where((first == FROM_DEVICE)[:, None], proposed, drafts)
 
 
 def upload_long_rows(

@@ -39,6 +39,9 @@ from pallas_kernels.write_kv import matching_write
 # `DeviceState` without `sampling`: pages, table, blocks, hidden, output_rows.
 StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf]
 
+# Second result of `forward`.
+ForwardResult = Int[Array, "..."] | Float[Array, "tokens hidden"] | tuple[Int[Array, "..."], Int[Array, "3 tokens"]]
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
@@ -82,6 +85,7 @@ def forward(
     state: DeviceState,
     packed: Int[Array, " packed"],
     hidden: Float[Array, "tokens hidden"] | None = None,
+    proposed: Int[Array, "rows drafts"] | None = None,
     *,
     spec: DecoderSpec,
     kv_groups: KVGroups,
@@ -91,16 +95,19 @@ def forward(
     gated_dot: str | None = None,
     shards: Shards = WHOLE,
     stage: Stage = ALONE,
-) -> tuple[DeviceState, Int[Array, "..."] | Float[Array, "tokens hidden"]]:
+) -> tuple[DeviceState, ForwardResult]:
     """Run the decoder over one plan, or the layers of one pipeline stage. Donate `state`.
 
-    hidden: from the stage before; None in the first stage. Returns (state, result). The state has the new KV, lengths
-    and hidden states, before the final norm. The result of a stage before the last is its hidden states. Else it is
-    int32 num_tokens: the host waits for it in steps that sample nothing. If devices have different experts it is
-    int32[2], (num_tokens, pairs): (token, expert) pairs on each layer's busiest device, summed over layers.
+    hidden: from the stage before; None in the first stage. proposed: see `build_batch`.
+
+    Returns (state, result). The state has the new KV, lengths and hidden states, before the final norm. The result of a
+    stage before the last is its hidden states. Else it is int32 num_tokens: the host waits for it in steps that sample
+    nothing. If devices have different experts it is int32[2], (num_tokens, pairs): (token, expert) pairs on each
+    layer's busiest device, summed over layers.
+
+    A verify program returns (that, `Batch.checked`) as its result. It leaves LENGTH to the sampling program.
     """
-    state, batch = build_batch(state, packed, shape)
-    output_rows = packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
+    state, batch = build_batch(state, packed, shape, proposed)
     num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
     count = shape.token_parts
     if count > 1:
@@ -108,29 +115,30 @@ def forward(
         hidden = None if hidden is None else context.own_tokens(hidden, count)
     x, pages, choices = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
-        PagedAttend(1 if shape.is_decode else shape.tokens // count, implementation, shards, count),
+        PagedAttend(shape.max_query_len, implementation, shards, count),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
         gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer,
     )  # fmt: skip
-    state = state.with_pages(pages).replace(
-        table=state.table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
-    )
+    table, output_rows = state.table, state.output_rows
+    if not shape.drafts:
+        table = table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
+    state = state.with_pages(pages).replace(table=table)
     if count > 1:
         x = context.all_tokens(x)
     if not stage.is_last:
         return state, x
-    missing = state.output_rows.shape[1] - shape.rows
-    state = state.replace(
-        hidden=jax.lax.dynamic_update_slice(state.hidden, x, (0, 0)),
-        output_rows=jnp.pad(output_rows, ((0, 0), (0, missing)), constant_values=-1),
-    )
-    if spec.experts is None or not choices or not shards.splits_experts:
-        return state, num_tokens
-    pairs = pairs_of_devices(choices, spec.experts.num, shards)
-    if count > 1:  # sum over devices that have the same experts but other tokens
-        pairs = lax.psum(pairs, CONTEXT)
-    return state, jnp.stack([num_tokens, pairs.max(1).sum()])
+    if not shape.drafts:
+        padding = ((0, 0), (0, output_rows.shape[1] - shape.rows))
+        output_rows = jnp.pad(packed[shape.cuts["output_rows"]].reshape(2, shape.rows), padding, constant_values=-1)
+    state = state.replace(hidden=lax.dynamic_update_slice(state.hidden, x, (0, 0)), output_rows=output_rows)
+    counted = num_tokens
+    if spec.experts is not None and choices and shards.splits_experts:
+        pairs = pairs_of_devices(choices, spec.experts.num, shards)
+        if count > 1:  # sum over devices that have the same experts but other tokens
+            pairs = lax.psum(pairs, CONTEXT)
+        counted = jnp.stack([num_tokens, pairs.max(1).sum()])
+    return state, (counted if batch.checked is None else (counted, batch.checked))
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
@@ -143,12 +151,16 @@ def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> Devi
 
 def forward_of_arrays(
     weights: tuple[Array, ...], arrays: StateArrays, packed: Int[Array, " packed"],
-    hidden: Float[Array, "tokens hidden"] | None = None, *, weight_tree: Any, page_v_dim: int | None, **options: Any,
-) -> tuple[StateArrays, Array]:  # fmt: skip
-    """`forward` with weights and state as plain tuples, as it is compiled. See `run_forward`."""
+    more: Array | None = None, *, weight_tree: Any, page_v_dim: int | None, shape: ForwardShape, **options: Any,
+) -> tuple[StateArrays, ForwardResult]:  # fmt: skip
+    """`forward` with weights and state as plain tuples, as it is compiled. See `run_forward`.
+
+    more: `proposed` of a verify program, `hidden` of others.
+    """
     params, no_extras = jax.tree.unflatten(weight_tree, weights), cast(SamplingState, None)
     state = DeviceState(*arrays, sampling=no_extras, page_v_dim=page_v_dim)
-    state, result = forward(params, state, packed, hidden, **options)
+    hidden, proposed = (None, more) if shape.proposes else (more, None)
+    state, result = forward(params, state, packed, hidden, proposed, shape=shape, **options)
     return state_arrays(state), result
 
 
@@ -164,14 +176,14 @@ def flat_weights(params: Params) -> tuple[jax.Array, ...]:
 
 def run_forward(
     run: Callable[..., Any], weights: tuple[jax.Array, ...], state: DeviceState, packed: np.ndarray | jax.Array,
-    *hidden: jax.Array,
-) -> tuple[DeviceState, jax.Array]:  # fmt: skip
+    *more: jax.Array,
+) -> tuple[DeviceState, Any]:  # fmt: skip
     """Run a program of `compile_forward`. Donates `state`. weights: from `flat_weights`. Returns as `forward`.
 
-    hidden: nothing in the first pipeline stage, one array in others. Every call flattens its arguments and builds the
-    tree of its results. A call with 169 arrays takes 141 us with plain tuples, 179 us with dicts and a `DeviceState`.
+    more: as in `forward_of_arrays`; nothing if the program needs neither. Every call flattens its arguments and builds
+    its results. A call with 169 arrays takes 141 us with plain tuples, 179 us with dicts and a `DeviceState`.
     """
-    arrays, result = run(weights, state_arrays(state), packed, *hidden)
+    arrays, result = run(weights, state_arrays(state), packed, *more)
     return DeviceState(*arrays, sampling=state.sampling, page_v_dim=state.page_v_dim), result
 
 
@@ -200,6 +212,8 @@ def compile_forward(
     )  # fmt: skip
     packed = placement.shape((shape.packed_size,), np.int32)
     arguments: tuple[Any, ...] = (flat_weights(params), state_arrays(state), packed)
+    if shape.proposes:
+        arguments += (placement.shape((shape.rows, shape.drafts), np.int32),)
     if not stage.is_first:
         arguments += (placement.shape((shape.tokens, spec.hidden_size), state.hidden.dtype),)
     call = placement.on_each_device(call, arguments, (state_arrays(state), None))

@@ -6,6 +6,7 @@ Never: runs a layer. Logits of a whole row leave the device only if a request as
 
 They apply the lm_head to selected hidden states of `DeviceState.hidden`:
 - `sample` draws one token for each row and writes it into the request table, where the next decode reads it;
+- `sample_checked` draws one token after each token of a verify step, and keeps those that follow accepted drafts;
 - `score` returns log-probabilities of known tokens, for prompt log-probabilities;
 - `pool` returns one vector for each row: the normed hidden state of its last token, or a classifier's scores.
 
@@ -44,9 +45,10 @@ class SampleShape:
 
     rows: int
     variant: SamplerVariant
+    checks: bool = False  # for a verify step: `rows` are its tokens
 
     def __str__(self) -> str:
-        return f"sample {self.variant.name.lower()} {self.rows} rows"
+        return f"sample {self.variant.name.lower()} {self.rows} {'drafts' if self.checks else 'rows'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +86,11 @@ def uses_extras(shape: OutputShape) -> bool:
     return isinstance(shape, SampleShape) and shape.variant is SamplerVariant.FULL
 
 
-# The three functions have the same arguments and return (table, sampling, result), so the runner calls all alike.
+# The functions have the same arguments and return (table, sampling, result), so the runner calls all alike.
 # params: from `lm_head_params`. mask: token ids that the tokenizer has; None = all. sampling: see `uses_extras`.
 # `table` and `sampling` are donated. The last argument is int32[2, N]; its second line indexes `hidden`. `sample` and
 # `pool` use `num_rows` columns of `DeviceState.output_rows`. Only `score`, and vectors of tokens, need an upload.
+# `sample_checked` takes `Batch.checked` in place of the last argument, and masks of tokens.
 
 
 def sample(
@@ -114,19 +117,98 @@ def sample(
     if sampling is not None:
         extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
 
-    def choose(logits: Array, of_rows: tuple[Array, SamplingState | None]) -> Sampled:
-        fields, extras = of_rows
-        return sample_tokens(logits, fields, fields[:, Field.LENGTH], mask, extras, variant=variant, options=options)
-
-    if shards.count == 1:
-        sampled = choose(logits, (fields, extras))
-    elif variant is SamplerVariant.GREEDY:
-        sampled = vocab_shards.greedy(logits, mask, vocab=spec.vocab_size, shards=shards)
-    else:
-        sampled = vocab_shards.by_rows(logits, (fields, extras), choose, vocab=spec.vocab_size, shards=shards)
+    sampled = _choose(logits, mask, (fields, None, extras), variant, options, spec, shards)
     if sampling is not None:
         sampling = sampling.replace(counts=sampling.counts.at[rows, sampled.token_ids].add(2, mode="drop"))
     return table.at[rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop"), sampling, sampled.packed()
+
+
+def sample_checked(
+    params: Params,
+    mask: Bool[Array, " vocab"] | None,
+    table: Table,
+    sampling: SamplingState | None,
+    hidden: Float[Array, "tokens hidden"],
+    checked: Int[Array, "3 tokens"],
+    masks: Int[Array, "tokens words"] | None = None,
+    *,
+    max_drafts: int,
+    spec: DecoderSpec,
+    layout: WeightLayout,
+    variant: SamplerVariant,
+    options: SamplerOptions,
+    shards: Shards = WHOLE,
+) -> tuple[Table, SamplingState | None, Int[Array, "tokens columns"]]:
+    """Sample after each token of a verify step, and keep the samples that follow accepted drafts.
+
+    The sample at a position has the position's own random number, and is what a plain step would sample there. A draft
+    is accepted if it equals the sample before it. So the kept tokens are those of plain decoding.
+
+    checked: see `Batch`.
+    masks:   uint32[tokens, words + 1], only with extras. Where the last word is not 0, the others replace the row's
+             mask.
+    Returns `Sampled.packed` of all tokens, with one more column: 1 if the sample is kept.
+    """
+    (rows, offsets, drafts), capacity = checked, table.shape[0]
+    real, token = rows < capacity, jnp.arange(len(rows))
+    logits = _lm_head(spec, params, hidden, jnp.where(real, token, -1), layout, shards)
+    fields = jnp.take(table, rows, axis=0, mode="clip")
+    extras = None
+    if sampling is not None:
+        extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
+        extras = _after_drafts(extras, offsets, drafts, max_drafts, spec.vocab_size)
+        if masks is not None:
+            extras = extras.replace(masks=jnp.where(masks[:, -1:] > 0, masks[:, :-1], extras.masks))
+    length = fields[:, Field.LENGTH] + offsets + 1
+    sampled = _choose(logits, mask, (fields, length, extras), variant, options, spec, shards)
+
+    first = offsets == 0
+    before = jnp.pad(sampled.token_ids[:-1], (1, 0), constant_values=-1)  # the sample that a draft must equal
+    rejected = jnp.cumsum(~first & ((drafts < 0) | (drafts != before)))
+    rejected_before = jnp.take(rejected, token - offsets, mode="clip")
+    kept = real & (rejected == rejected_before)  # no draft of the row up to this one is rejected
+    last = kept & ~jnp.pad((kept & ~first)[1:], (0, 1))
+    last_rows = jnp.where(last, rows, capacity)
+    table = table.at[last_rows, Field.LAST_TOKEN].set(sampled.token_ids, mode="drop")
+    table = table.at[last_rows, Field.LENGTH].set(length, mode="drop")
+    if sampling is not None:
+        kept_rows = jnp.where(kept, rows, capacity)
+        sampling = sampling.replace(counts=sampling.counts.at[kept_rows, sampled.token_ids].add(2, mode="drop"))
+    return table, sampling, jnp.concatenate([sampled.packed(), kept[:, None].astype(jnp.int32)], axis=1)
+
+
+def _after_drafts(
+    extras: SamplingState, offsets: Int[Array, " tokens"], drafts: Int[Array, " tokens"], max_drafts: int, vocab: int
+) -> SamplingState:
+    """Extras of each token of a verify step. Its counts include the drafts of its row up to this token."""
+    token, offset = jnp.arange(len(offsets))[:, None], offsets[:, None]
+    draft = jnp.arange(1, max_drafts + 1)  # number of a draft in its row
+    ids = jnp.take(drafts, token - offset + draft, mode="clip")
+    counts = (draft <= offset) & (ids >= 0)
+    ids = jnp.where(counts, ids, vocab)
+    return extras.replace(counts=extras.counts.at[token, ids].add(2, mode="drop"))
+
+
+def _choose(
+    logits: Float[Array, "rows output"], mask: Bool[Array, " vocab"] | None,
+    of_rows: tuple[Array, Array | None, SamplingState | None], variant: SamplerVariant, options: SamplerOptions,
+    spec: DecoderSpec, shards: Shards,
+) -> Sampled:  # fmt: skip
+    """`sample_tokens` on one device or several.
+
+    of_rows: its `fields`, `positions` and `extras`. positions: None: the lengths in `fields`.
+    """
+
+    def choose(logits: Array, of_rows: tuple[Array, Array | None, SamplingState | None]) -> Sampled:
+        fields, positions, extras = of_rows
+        positions = fields[:, Field.LENGTH] if positions is None else positions
+        return sample_tokens(logits, fields, positions, mask, extras, variant=variant, options=options)
+
+    if shards.count == 1:
+        return choose(logits, of_rows)
+    if variant is SamplerVariant.GREEDY:
+        return vocab_shards.greedy(logits, mask, vocab=spec.vocab_size, shards=shards)
+    return vocab_shards.by_rows(logits, of_rows, choose, vocab=spec.vocab_size, shards=shards)
 
 
 def score(
@@ -187,23 +269,33 @@ def compile_output(
     layout: WeightLayout,
     options: SamplerOptions,
     placement: Placement,
+    max_drafts: int = 0,
     store: ProgramStore | None = None,
 ) -> jax.stages.Compiled:
     """Compile a `sample`, `score` or `pool` program from arrays or ShapeDtypeStructs. params: the whole tree."""
     call: functools.partial[Any]
-    rows, shards = state.output_rows, placement.shards
+    rows: Any = state.output_rows
+    shards, more = placement.shards, ()
     match shape:
-        case SampleShape(size, variant):
+        case SampleShape(size, variant, False):
             call = functools.partial(
                 sample, num_rows=size, spec=spec, layout=layout, variant=variant, options=options, shards=shards
             )
+        case SampleShape(size, variant, True):
+            call = functools.partial(
+                sample_checked, max_drafts=max_drafts, spec=spec, layout=layout, variant=variant, options=options,
+                shards=shards,
+            )  # fmt: skip
+            rows = placement.shape((3, size), np.int32)
+            if variant is SamplerVariant.FULL:
+                more = (placement.shape((size, 1 + state.sampling.masks.shape[1]), np.uint32),)
         case ScoreShape(size):
             call = functools.partial(score, spec=spec, layout=layout, options=options, shards=shards)
             rows = placement.shape((2, size), np.int32)
         case PoolShape(size):
             call = functools.partial(pool, num_rows=size, spec=spec, layout=layout, shards=shards)
     sampling = state.sampling if uses_extras(shape) else None
-    arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, rows)
+    arguments = (lm_head_params(spec, params), mask, state.table, sampling, state.hidden, rows, *more)
     if options.processors:
         store = None  # a stored program's key covers jpaged's sources, but not the caller's functions
     run = placement.on_each_device(call, arguments, None)

@@ -42,7 +42,12 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
 Shape = ForwardShape | OutputShape
 
 Kind = str  # see `kind_of`
-DECODE, MIXED, SCORE, POOL = "decode", "mixed", "score", "pool"  # kinds; a `sample` program has its variant's name
+# Kinds. A `sample` program has its variant's name, with CHECKS before it for verify steps.
+DECODE, VERIFY, MIXED, SCORE, POOL, CHECKS = "decode", "verify", "mixed", "score", "pool", "checks "
+# Verify programs hold this many rows with the maximum of drafts. On CPU a step's time grows with its tokens, so one of
+# them has as many tokens as the smallest decode program has rows: with it, a few drafts cost nothing.
+VERIFY_ROWS = (8, 32)
+VERIFY_ROWS_ON_CPU = (1, 8)
 
 
 def bucket_shapes(
@@ -56,6 +61,9 @@ def bucket_shapes(
     token_buckets: Sequence[int] | None = None,
     pools: bool = False,
     context: int = 1,
+    drafts: int = 0,
+    proposes: bool = False,
+    verify_rows: Sequence[int] = VERIFY_ROWS,
 ) -> list[Shape]:
     """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
@@ -63,6 +71,8 @@ def bucket_shapes(
     all other steps. `sample` programs: one per row bucket and sampler variant, fewer for FULL. One `score` program. A
     model that pools has only a forward program per token bucket and a `pool` program per row bucket.
 
+    drafts: most drafts per row of a verify step; 0: there are no verify programs. proposes: see `ForwardShape`.
+    verify_rows: rows with that many drafts, for each verify program.
     context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
     they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
     """
@@ -94,7 +104,17 @@ def bucket_shapes(
     samplers = [SampleShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
     full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
     samplers += [SampleShape(n, SamplerVariant.FULL) for n in full]
-    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1])]
+    verifies: list[Shape] = []
+    for n in _verify_sizes(drafts, verify_rows, smallest, max_rows, max_tokens):
+        verifies.append(ForwardShape(False, n, min(n, max_rows), block_size, num_kv_groups, 1, drafts, proposes))
+        verifies += [SampleShape(n, variant, checks=True) for variant in SamplerVariant]
+    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1]), *verifies]
+
+
+def _verify_sizes(drafts: int, rows: Sequence[int], smallest: int, max_rows: int, max_tokens: int) -> list[int]:
+    """Tokens of the verify programs, smallest first. Each adds four programs: `forward`, and `sample` per variant."""
+    sizes = {smallest * -(-min(n, max_rows) * (1 + drafts) // smallest) for n in rows} if drafts else set()
+    return sorted({min(n, max_tokens) for n in sizes})
 
 
 def _powers(low: int, high: int) -> list[int]:
@@ -121,9 +141,9 @@ def kind_of(shape: Shape) -> Kind:
     """Kind of a program. The largest program of a kind can replace the others of its kind."""
     match shape:
         case ForwardShape():
-            return DECODE if shape.is_decode else MIXED
+            return DECODE if shape.is_decode else VERIFY if shape.drafts else MIXED
         case SampleShape():
-            return shape.variant.name
+            return CHECKS * shape.checks + shape.variant.name
         case ScoreShape():
             return SCORE
         case PoolShape():

@@ -24,8 +24,9 @@ class StepHandle:
     # Chunks of the plan's `scored` tokens: `Sampled.packed`, or float32[N, size] if the model pools.
     scores: tuple[jax.Array, ...]
     # Rows that sample or pool, then padding: `Sampled.packed`, or float32[rows, size] if the model pools. None: no row
-    # samples, or the plan waits for masks.
+    # samples, or the plan waits for masks. A verify step has an entry for each token: see `sample_checked`.
     output: jax.Array | None
+    checked: jax.Array | None = None  # of a verify step: `Batch.checked`
 
 
 def download(handle: StepHandle, *, pools: bool, pairs_of_token: int) -> StepResult:
@@ -34,8 +35,13 @@ def download(handle: StepHandle, *, pools: bool, pairs_of_token: int) -> StepRes
     pools: the model pools. pairs_of_token: (token, expert) pairs per token that are counted; 0: none.
     """
     plan, load = handle.plan, None
-    scored = _joined(handle.scores, plan.scored.shape[1])
-    host = None if handle.output is None else _spread(np.asarray(handle.output), plan)
+    scored, num_accepted = _joined(handle.scores, plan.scored.shape[1]), None
+    host = None if handle.output is None else np.asarray(handle.output)
+    if host is not None and plan.drafts is not None:
+        host, kept = host[: plan.total_tokens, :-1], host[: plan.total_tokens, -1]
+        num_accepted = np.add.reduceat(kept, np.cumsum(plan.num_tokens) - plan.num_tokens) - 1
+    elif host is not None:
+        host = _spread(host, plan)
     if host is None or pairs_of_token:
         counted = np.asarray(handle.counted)
         if pairs_of_token:
@@ -48,8 +54,11 @@ def download(handle: StepHandle, *, pools: bool, pairs_of_token: int) -> StepRes
         return StepResult(np.zeros(len(plan.rows), np.int32), scores=scores, expert_load=load)
     token_ids, of = unpack(host)
     if of is None:
-        return StepResult(token_ids, scores=scores, expert_load=load)
-    return StepResult(token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, scores, expert_load=load)
+        return StepResult(token_ids, scores=scores, expert_load=load, num_accepted=num_accepted)
+    return StepResult(
+        token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, scores, expert_load=load,
+        num_accepted=num_accepted,
+    )  # fmt: skip
 
 
 def _joined(chunks: Sequence[jax.Array], count: int) -> np.ndarray | None:
