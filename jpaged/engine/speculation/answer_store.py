@@ -24,14 +24,16 @@ class AnswerStore:
 
         sizes:       the indexed n-gram lengths, ascending.
         max_answers: answers that it holds at most. 0: it stores nothing.
-        max_tokens:  tokens of the ring, a power of two. One token costs 8 + 8 * len(sizes) bytes.
+        max_tokens:  tokens of the ring, a power of two. One token costs 8 + 6 * len(sizes) bytes.
         """
         self._sizes, self._max_answers, self._max_tokens = sizes, max_answers, max_tokens
         self.clear()
 
     def clear(self) -> None:
         """Drop all answers."""
-        self._index = TokenIndex(self._sizes, self._max_tokens, self._max_tokens)
+        self._index = TokenIndex(self._sizes, self._max_tokens, self._max_tokens // 2)
+        if self._max_answers:
+            self._index.touch_heads()
         self._owner_of = np.zeros(self._max_tokens if self._max_answers else 1, np.int32)  # of each slot of the ring
         self._owner_view = memoryview(self._owner_of)
         self._answers: collections.deque[tuple[int, bytes]] = collections.deque()  # first position, root
@@ -54,7 +56,10 @@ class AnswerStore:
         return self._owners.get(root, NOBODY)
 
     def add(self, root: bytes, tokens: list[int]) -> None:
-        """Store an answer. Of an answer longer than half the ring only the end is stored."""
+        """Store an answer. Of an answer longer than half the ring only the end is stored.
+
+        Takes 0.2 ms for 500 tokens, 1.3 ms for 4,000 (a Xeon of 2 shared cores), when the ring's pages exist.
+        """
         if not self._max_answers:
             return
         if self._index.end > MOST_POSITION:

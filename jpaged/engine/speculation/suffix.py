@@ -18,7 +18,7 @@ from jpaged.errors import RequestError
 
 SIZES = (2, 4, 8)         # n-gram lengths that find occurrences. The match is then compared to its full length
 MAX_OCCURRENCES = 8       # of each length, the newest
-STORED_TOKENS = 1 << 22   # tokens of earlier answers: 128 MiB with three lengths, allocated when first used
+STORED_TOKENS = 1 << 22   # tokens of earlier answers: 24 MiB with three lengths, and 80 MiB when the ring is full
 
 Continuation = tuple[int, list[int]]  # length of the match in tokens, and the tokens that followed it
 
@@ -62,7 +62,11 @@ class SuffixDrafter:
         return self._answers.num_bytes
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
-        """Propose the most frequent continuation of the longest matches."""
+        """Propose the most frequent continuation of the longest matches.
+
+        Takes 16 us without earlier answers and 43 us with them (medians; 45 and 100 us at the 95th percentile; over
+        texts of jpaged, new tokens included, on a Xeon of 2 shared cores).
+        """
         index = self._indexes.read(request)
         if index is None:
             return ()

@@ -62,6 +62,11 @@ class TokenIndex:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in (self._tokens, *self._heads, *self._previous))
 
+    def touch_heads(self) -> None:
+        """Make the operating system allocate the heads' pages now. Otherwise the first tokens wait for them."""
+        for heads in self._heads:
+            heads.fill(0)
+
     @property
     def oldest(self) -> int:
         """First position whose token is kept."""

@@ -147,7 +147,8 @@ def test_positions_start_over_before_they_overflow(monkeypatch):
     store = AnswerStore([2], 100, 256)
     for number in range(30):
         store.add(b"", [number, number + 1, number + 2, 5, 6])
-        (found,) = store.continuations(0, store.keys([number + 1, number], 0)[0], [number + 1, number], 0, 1, 3)
+        tail = [number + 1, number]
+        (found,) = store.continuations(0, store.keys(tail, 0)[0], tail, 0, 8, 3)
         assert found == (2, [number + 2, 5, 6])
         assert store._index.end < 60
 
