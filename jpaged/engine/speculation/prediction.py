@@ -35,7 +35,7 @@ class PredictionDrafter:
         self._followers: dict[Request, _Follower] = {}
 
     def note_prediction(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Set the predicted answer of a request. Takes 1 us per token. An empty prediction has no effect."""
+        """Set the predicted answer of a request. Takes 4 us per token. An empty prediction has no effect."""
         if not token_ids:
             return
         tokens = list(token_ids)
@@ -48,7 +48,7 @@ class PredictionDrafter:
     def propose(self, request: Request, count: int) -> Sequence[int]:
         """Propose the next tokens of the prediction. Empty without a prediction, and while the place is lost.
 
-        Takes 1 us, and 0.3 us for each new token, 2 us while the place is lost.
+        Takes 1.5 us with one new token, 5 us while the place is lost (a Xeon of 2 shared cores).
         """
         follower = self._followers.get(request)
         if follower is None:

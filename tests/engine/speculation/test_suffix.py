@@ -146,10 +146,11 @@ def test_positions_start_over_before_they_overflow(monkeypatch):
     monkeypatch.setattr("jpaged.engine.speculation.answer_store.MOST_POSITION", 50)
     store = AnswerStore([2], 100, 256)
     for number in range(30):
-        store.add(b"", [number, number + 1, number + 2, 5, 6])
-        tail = [number + 1, number]
+        first = 10 * number
+        store.add(b"", [first, first + 1, first + 2, 5, 6])
+        tail = [first + 1, first]
         (found,) = store.continuations(0, store.keys(tail, 0)[0], tail, 0, 8, 3)
-        assert found == (2, [number + 2, 5, 6])
+        assert found == (2, [first + 2, 5, 6])
         assert store._index.end < 60
 
 
