@@ -96,6 +96,7 @@ class _Families:
         yield from self._vllm_gauges(snapshot)
         yield from self._vllm_counters(snapshot)
         yield from self._request_histograms(snapshot)
+        yield from self._speculation_families(snapshot)
         yield from self._cache_families(snapshot)
         yield from self._step_families(snapshot)
         yield from self._program_families(snapshot)
@@ -151,6 +152,28 @@ class _Families:
         for field, name, text in REQUEST_HISTOGRAMS:
             yield self._histogram(name, text, getattr(snapshot.requests, field))
         yield self._histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", snapshot.step_tokens)
+
+    def _speculation_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        """Yield nothing for an engine that does not speculate."""
+        stats = snapshot.stats.speculation
+        if stats is None:
+            return
+        yield self._counter("vllm:spec_decode_num_drafts", "Rows with drafts, summed over steps.", stats.drafts)
+        yield self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Drafts that steps have checked.", stats.draft_tokens
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafts that became tokens.", stats.accepted_tokens
+        )
+        by_position = {str(position): count for position, count in enumerate(stats.accepted_per_position)}
+        yield self._counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that became tokens, by position in a row's drafts.",
+            "position", by_position,
+        )  # fmt: skip
+        yield self._gauge(
+            "jpaged:spec_decode_drafts_per_row", "Chosen number of drafts per decode, mean over the last steps.",
+            stats.drafts_per_row,
+        )  # fmt: skip
 
     def _cache_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         stats, sharing = snapshot.stats, snapshot.sharing

@@ -79,7 +79,8 @@ class RequestHistograms:
     """
 
     time_to_first_token: Histogram    # per request: arrival to the first token
-    inter_token_latency: Histogram    # per token but an answer's first: time since the token before it
+    # Per token but an answer's first: time since the token before it. Tokens of one step count once, as in vLLM.
+    inter_token_latency: Histogram
     time_per_output_token: Histogram  # per request: decode_time, divided by the tokens after the first
     e2e_latency: Histogram            # per request: arrival to end
     queue_time: Histogram             # per request: arrival to the first step

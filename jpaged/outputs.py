@@ -76,6 +76,9 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     preemptions: int = 0
+    # Speculative decoding: sums over all answers to the prompt.
+    num_draft_tokens: int = 0     # drafts that steps have checked
+    num_accepted_tokens: int = 0  # drafts among them that became tokens
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -171,6 +174,28 @@ class PoolingRequestOutput(Generic[PooledT]):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Statistics of speculative decoding. Counters start at zero, also after `reset_stats()`."""
+
+    num_speculative_tokens: int  # most drafts of a row in a step
+    drafts: int                  # rows with drafts, summed over steps
+    draft_tokens: int            # drafts that steps have checked
+    accepted_tokens: int         # drafts that became tokens
+    accepted_per_position: tuple[int, ...]  # accepted_tokens by position in the row's drafts
+    drafts_per_row: float        # chosen number of drafts per decode: mean over about the last 20 steps with decodes
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Fraction of the drafts that became tokens. 0 without drafts."""
+        return self.accepted_tokens / max(self.draft_tokens, 1)
+
+    @property
+    def tokens_per_draft(self) -> float:
+        """Mean number of tokens that a row with drafts gets from a step: the accepted ones, and one more."""
+        return 1 + self.accepted_tokens / max(self.drafts, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
     """Statistics of one engine. Counters and the peak start at zero, also after `reset_stats()`."""
 
@@ -199,3 +224,4 @@ class EngineStats:
     # even if expert_pairs / devices = busiest_expert_pairs. Layers of earlier pipeline stages do not count.
     expert_pairs: int = 0
     busiest_expert_pairs: int = 0
+    speculation: SpeculationStats | None = None  # None: the engine does not speculate

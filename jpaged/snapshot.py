@@ -68,7 +68,7 @@ class PoolSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepSnapshot:
-    """A step that the device has finished. It computed decodes + prompt_tokens tokens."""
+    """A step that the device has finished. It computed decodes + prompt_tokens + drafts tokens."""
 
     index: int            # steps finished before this one
     rows: int             # rows of the request table that took part
@@ -76,6 +76,7 @@ class StepSnapshot:
     prompt_tokens: int    # tokens of chunks of prompts
     seconds: float        # from its dispatch or the previous step's end, whichever is later, to its result
     age_seconds: float    # since its result
+    drafts: int = 0       # drafts that it checked, with speculative decoding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

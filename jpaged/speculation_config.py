@@ -111,7 +111,7 @@ class SpeculationConfig:
     model's own layer for multi-token prediction. custom: a Python function. Default: from `model` or `function`."""
 
     num_speculative_tokens: int | None = None
-    """Most drafts of a request in one step, from 1 to 16. A step has fewer where more would not save time. Default:
+    """Maximum number of drafts for a request in one step, from 1 to 16. A step has fewer where more would not save time. Default:
     ngram 5, suffix 8, draft_model 4, eagle3 3, mtp 1, custom 5."""
 
     model: str | None = None
@@ -194,7 +194,7 @@ class SpeculationConfig:
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a request in one step: num_speculative_tokens."""
+        """Maximum number of drafts for a request in one step: num_speculative_tokens."""
         assert self.num_speculative_tokens is not None, "__post_init__ has set it"
         return self.num_speculative_tokens
 
@@ -249,7 +249,7 @@ class SpeculationConfig:
             self._set(name, float(value))
 
     def _set_default(self, name: str, default: int | float | None, low: int, high: int) -> None:
-        """Set an integer option to its default if it is None. Raises RequestError for a value out of range."""
+        """Set an integer option to its default if it has no value. Raises RequestError for a value out of range."""
         value = default if getattr(self, name) is None else getattr(self, name)
         if value is not None and not (type(value) is int and low <= value <= high):
             accepted = f"must be an integer from {low}" + (f" to {high}" if high < MAX_INTEGER else "")

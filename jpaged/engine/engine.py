@@ -28,7 +28,7 @@ from jpaged.engine.input.input_processor import InputProcessor, ModelLimits, Pro
 from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.observe.engine_metrics import EngineMetrics
-from jpaged.engine.observe.engine_stats import EngineCounters, collect_stats
+from jpaged.engine.observe.engine_stats import EngineCounters, SpeculationCounters, collect_stats
 from jpaged.engine.observe.inspect import EngineCapture, capture
 from jpaged.engine.observe.step_log import StepLog
 from jpaged.engine.output.answer_writer import AnswerWriter
@@ -92,8 +92,13 @@ class Engine:
         self.pipeline = StepPipeline(runner, self._phases)
         self._writer = AnswerWriter(tokenizer)
         self._counters = EngineCounters()
+        if options.speculation is not None:
+            self._counters.speculation = SpeculationCounters.of(options.speculation.num_drafts)
         self._steps = StepLog()
-        self._metrics = None if options.disable_log_stats else EngineMetrics(runner.max_model_len, self._phases)
+        self._metrics = None
+        if not options.disable_log_stats:
+            speculates = options.speculation is not None
+            self._metrics = EngineMetrics(runner.max_model_len, self._phases, speculates=speculates)
         self.seeds = random.Random(options.seed) if seeds is None else seeds
         self._asleep: frozenset[str] = frozenset()  # as in `EngineMetricsSnapshot`
         self._num_arrived = 0

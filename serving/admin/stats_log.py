@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from jpaged.errors import JPagedError
-from jpaged.outputs import EngineStats
+from jpaged.outputs import EngineStats, SpeculationStats
 
 logger = logging.getLogger("jpaged.serving")
 
@@ -30,10 +30,20 @@ class StatsLog:
         generated = max(stats.generated_tokens - before.generated_tokens, 0)
         if not (prompt or generated or stats.num_running or stats.num_waiting):
             return None
-        return (
+        line = (
             f"{stats.num_running} running, {stats.num_waiting} waiting; {prompt / seconds:,.1f} prompt tokens/s, "
             f"{generated / seconds:,.1f} generated tokens/s; KV cache {stats.used_blocks / stats.num_blocks:.1%} used"
         )
+        return line + _drafts_since(before.speculation, stats.speculation)
+
+
+def _drafts_since(before: SpeculationStats | None, now: SpeculationStats | None) -> str:
+    """The end of a line: the chosen drafts per row, and the accepted ones. Empty without speculative decoding."""
+    if before is None or now is None:
+        return ""
+    drafts, accepted = now.draft_tokens - before.draft_tokens, now.accepted_tokens - before.accepted_tokens
+    share = f", {accepted / drafts:.1%} of {drafts:,} accepted" if drafts > 0 else ""
+    return f"; {now.drafts_per_row:.1f} drafts per row{share}"
 
 
 async def log_stats(stats: Callable[[], EngineStats], seconds: float = INTERVAL_SECONDS) -> None:

@@ -20,7 +20,7 @@ from jpaged import cli
 from jpaged.cli.common import block_map, block_picture
 from jpaged.cli.inspect import fetch
 from jpaged.errors import RequestError
-from jpaged.outputs import EngineStats
+from jpaged.outputs import EngineStats, SpeculationStats
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot, StepSnapshot
 
 PREFIX_HASH = "ab" * 32
@@ -113,6 +113,28 @@ def test_one_of_several_engines(capsys: pytest.CaptureFixture[str]):
         assert cli.main(["inspect", url, "--admin-key", "secret", "--engine", "1"]) == 0
     assert seen == [("/admin/inspect?engine=1", "Bearer secret")]
     assert capsys.readouterr().out.startswith("engine 1, of engines 0 to 2: --engine shows another\n")
+
+
+@pytest.mark.parametrize(
+    ("stats", "line"),
+    [
+        (None, None),
+        (SpeculationStats(4, 0, 0, 0, (0, 0, 0, 0), 0.0), "speculation: 0.0 drafts per row now, at most 4\n"),
+        (
+            SpeculationStats(2, 400, 1000, 625, (400, 225), 1.75),
+            "speculation: 1.8 drafts per row now, at most 2; 62.5% of 1,000 drafts accepted, 2.56 tokens per row and "
+            "step with drafts\n",
+        ),
+    ],
+)
+def test_speculation_is_one_line(
+    stats: SpeculationStats | None, line: str | None, capsys: pytest.CaptureFixture[str]
+):
+    snapshot = dataclasses.replace(made(), stats=dataclasses.replace(STATS, speculation=stats))
+    with answering(200, msgspec.json.encode(snapshot)) as (url, _):
+        assert cli.main(["inspect", url, "--admin-key", "secret"]) == 0
+    printed = capsys.readouterr().out
+    assert "speculation" not in printed if line is None else line in printed.replace("\r", "")
 
 
 def test_without_a_key_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -1,10 +1,12 @@
 """The server's log: a line per interval with work, and a line per refused request, without prompts."""
 
 import asyncio
+import dataclasses
 import logging
 
 import httpx
 
+from jpaged.outputs import EngineStats, SpeculationStats
 from jpaged.serving.admin.stats_log import StatsLog, log_stats
 
 
@@ -34,6 +36,15 @@ def test_an_interval_with_work_is_one_line(engine, caplog):
         asyncio.run(two_intervals())
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("0 running, 0 waiting; 0.0 prompt tokens/s, ")
+
+
+def test_a_line_has_the_drafts_of_its_interval():
+    running = EngineStats(100, 16, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
+    first, second = SpeculationStats(3, 5, 10, 8, (5, 2, 1), 2.8), SpeculationStats(3, 9, 30, 13, (8, 3, 2), 1.2)
+    told = iter(dataclasses.replace(running, speculation=stats) for stats in (first, second, second))
+    log = StatsLog(lambda: next(told))
+    assert log.line().endswith("% used; 1.2 drafts per row, 25.0% of 20 accepted")
+    assert log.line().endswith("% used; 1.2 drafts per row")
 
 
 def test_a_refused_request_is_one_line_without_its_values(url, caplog):

@@ -63,6 +63,18 @@ def summary(snapshot: EngineSnapshot) -> list[str]:
     return lines
 
 
+def speculation_lines(snapshot: EngineSnapshot) -> list[str]:
+    """Describe speculative decoding in one line; none if the engine does not speculate."""
+    stats = snapshot.stats.speculation
+    if stats is None:
+        return []
+    line = f"speculation: {stats.drafts_per_row:.1f} drafts per row now, at most {stats.num_speculative_tokens}"
+    if stats.drafts:
+        line += f"; {stats.acceptance_rate:.1%} of {stats.draft_tokens:,} drafts accepted, "
+        line += f"{stats.tokens_per_draft:.2f} tokens per row and step with drafts"
+    return [line]
+
+
 def wrong_counts(snapshot: EngineSnapshot) -> list[str]:
     """Describe each block whose reference count differs from its number of owners, which is a bug of the engine."""
     return [
@@ -76,6 +88,8 @@ def show(snapshot: EngineSnapshot, out: Console) -> None:
     """Print the whole snapshot."""
     known = looks(snapshot)
     for line in (*summary(snapshot), f"step {snapshot.step:,}"):
+        out.print(Text(line))
+    for line in speculation_lines(snapshot):
         out.print(Text(line))
     for line in wrong_counts(snapshot):
         out.print(Text(f"the engine's state is inconsistent: {line}", style="bold red"))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jpaged.engine.request_group import RequestGroup
 
 DECODE, PREFILL, MIXED = STEP_KINDS = ("decode", "prefill", "mixed")
+VERIFY = "verify"  # a step of decodes with drafts; only an engine that speculates has this kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class AnswerEnd:
 class EngineMetrics:
     """Histograms since the start or the last reset. The engine's thread writes; any thread may take a snapshot."""
 
-    def __init__(self, max_model_len: int, phases: PhaseSeconds):
+    def __init__(self, max_model_len: int, phases: PhaseSeconds, *, speculates: bool = False):
         """max_model_len: upper bound for numbers of tokens. phases: the engine and its pipeline add to it."""
         self._phases = phases
         self._requests = RequestHistograms.empty(max_model_len)
@@ -48,14 +49,17 @@ class EngineMetrics:
         self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self._taken: list[Request] = []  # requests of the last step that had tokens
         self._taken_time = 0.0           # when these tokens arrived
-        self._step_seconds = {kind: Histogram(STEP_BOUNDS) for kind in STEP_KINDS}
+        kinds = (*STEP_KINDS, VERIFY) if speculates else STEP_KINDS
+        self._step_seconds = {kind: Histogram(STEP_BOUNDS) for kind in kinds}
         self._prefix_hit_requests = 0
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Count a collected step. seconds: its time on the device."""
-        num_prompt = len(plan.prompt_tokens)
+        num_prompt, total = len(plan.prompt_tokens), plan.total_tokens
         kind = DECODE if not num_prompt else MIXED if plan.num_decodes else PREFILL
-        self._step_tokens.observe(plan.num_decodes + num_prompt)
+        if total > plan.num_decodes + num_prompt:
+            kind = VERIFY
+        self._step_tokens.observe(total)
         self._step_seconds[kind].observe(seconds)
 
     def note_tokens(self, now: float, requests: list["Request"]) -> None:

@@ -19,11 +19,13 @@ class LoggedStep:
     prompt_tokens: int  # tokens of chunks of prompts
     began: float        # seconds of `time.monotonic()`
     ended: float
+    drafts: int = 0     # tokens of the step that are drafts
 
     def described(self, now: float) -> StepSnapshot:
         """The step as plain data. now: seconds of the same clock."""
         seconds = self.ended - self.began
-        return StepSnapshot(self.index, self.rows, self.decodes, self.prompt_tokens, seconds, now - self.ended)
+        age = now - self.ended
+        return StepSnapshot(self.index, self.rows, self.decodes, self.prompt_tokens, seconds, age, self.drafts)
 
 
 class StepLog:
@@ -36,10 +38,11 @@ class StepLog:
     def add(self, collected: CollectedStep) -> None:
         """Add a finished step."""
         plan = collected.step.plan
+        num_prompt = len(plan.prompt_tokens)
         self._steps.append(
             LoggedStep(
-                self._num_steps, len(plan.rows), plan.num_decodes, len(plan.prompt_tokens),
-                collected.began, collected.now,
+                self._num_steps, len(plan.rows), plan.num_decodes, num_prompt, collected.began, collected.now,
+                plan.total_tokens - plan.num_decodes - num_prompt,
             )
         )  # fmt: skip
         self._num_steps += 1

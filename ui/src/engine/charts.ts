@@ -23,7 +23,7 @@ export function drawTimeline(canvas: HTMLCanvasElement, steps: TimedStep[], budg
   const columns = Math.floor((width - LABELS) / COLUMN);
   const first = Math.max(0, steps.length - columns);
   const shown = steps.slice(first);
-  const mostTokens = Math.max(8, ...shown.map((step) => step.decodes + step.prompt_tokens));
+  const mostTokens = Math.max(8, ...shown.map((step) => step.decodes + step.prompt_tokens + (step.drafts ?? 0)));
   const mostMs = Math.max(1, ...shown.map((step) => step.seconds * 1000));
   const bottom = TOKENS_HEIGHT + 14;
   context.font = `10px ${themed("--sans")}`;
@@ -37,6 +37,8 @@ export function drawTimeline(canvas: HTMLCanvasElement, steps: TimedStep[], budg
     const decode = (TOKENS_HEIGHT * step.decodes) / mostTokens;
     bar(context, x, 14 + TOKENS_HEIGHT, decode, themed("--decode"));
     bar(context, x, 14 + TOKENS_HEIGHT - decode, prompt, themed("--prefill"));
+    const drafts = (TOKENS_HEIGHT * (step.drafts ?? 0)) / mostTokens; // a step with drafts has no prompt tokens
+    bar(context, x, 14 + TOKENS_HEIGHT - decode, drafts, themed("--accent"));
     const time = (TIME_HEIGHT * step.seconds * 1000) / mostMs;
     bar(context, x, bottom + 8 + TIME_HEIGHT, time, themed(step.prompt_tokens ? "--prefill" : "--decode"));
     const before = shown[i - 1];

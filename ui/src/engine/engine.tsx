@@ -100,8 +100,9 @@ function Figures({ snapshot, history, theme }: { snapshot: Snapshot; history: Hi
   const step = history.medianStep();
   const of = (value: (sample: Sample) => number) => samples.map(value);
   const chart = { samples: samples.length, theme };
+  const { speculation } = stats;
   return (
-    <dl class="figures">
+    <dl class={speculation ? "figures drafting" : "figures"}>
       <Figure name="output" value={last ? short(last.outputRate) : "–"} unit="tok/s" line={of((s) => s.outputRate)} colour="--decode" {...chart} />
       <Figure name="prompts computed" value={last ? short(last.promptRate) : "–"} unit="tok/s" line={of((s) => s.promptRate)} colour="--prefill" {...chart} />
       <Figure name="KV used" value={percent(pool.used_blocks / pool.num_blocks)} unit={`of ${count(pool.num_blocks)} blocks`} line={of((s) => s.kvShare)} most={1} colour="--accent" {...chart} />
@@ -109,6 +110,12 @@ function Figures({ snapshot, history, theme }: { snapshot: Snapshot; history: Hi
       <Figure name="waiting" value={count(snapshot.waiting.length)} unit={stats.preemptions ? `${count(stats.preemptions)} preemptions` : "requests"} line={of((s) => s.waiting)} colour="--warn" {...chart} />
       <Figure name="step" value={step === null ? "–" : milliseconds(step).split("\u2009")[0]!} unit="ms, median" line={history.steps.slice(-120).map((s) => s.seconds)} colour="--muted" {...chart} />
       <Figure name="prefix hits" value={stats.prompt_tokens ? percent(stats.prefix_hit_tokens / stats.prompt_tokens) : "–"} unit="of prompt tokens" colour="--muted" {...chart} />
+      {speculation && (
+        <>
+          <Figure name="drafts accepted" value={speculation.draft_tokens ? percent(last?.acceptance ?? speculation.accepted_tokens / speculation.draft_tokens) : "–"} unit={`${count(speculation.accepted_tokens)} tokens`} line={of((s) => s.acceptance)} most={1} colour="--decode" {...chart} />
+          <Figure name="drafts per row" value={speculation.drafts_per_row.toFixed(1)} unit={`of at most ${speculation.num_speculative_tokens}`} line={of((s) => s.draftsPerRow)} most={speculation.num_speculative_tokens} colour="--accent" {...chart} />
+        </>
+      )}
     </dl>
   );
 }
@@ -245,6 +252,7 @@ function Steps({ snapshot, history, theme, shown }: { snapshot: Snapshot; histor
       `${count(step.rows)} rows, ${count(step.decodes)} decodes`,
       `${count(step.prompt_tokens)} prompt tokens`,
     ];
+    if (step.drafts) lines.push(`${count(step.drafts)} drafts`);
     setTip({ x: event.clientX, y: event.clientY, lines });
   };
   return (
@@ -258,6 +266,7 @@ function Steps({ snapshot, history, theme, shown }: { snapshot: Snapshot; histor
       <ul class="legend">
         <li><i class="k-decode" /> decode</li>
         <li><i class="k-prefill" /> prompt</li>
+        {snapshot.stats.speculation && <li><i class="k-draft" /> drafts</li>}
       </ul>
       <Tooltip tip={tip} />
     </section>

@@ -12,10 +12,19 @@ export interface Sample {
   kvShare: number;
   running: number;
   waiting: number;
+  acceptance: number; // accepted share of the drafts since the sample before; without drafts, that sample's
+  draftsPerRow: number;
 }
 
 export interface TimedStep extends Step {
   ended: number; // milliseconds of performance.now()
+}
+
+/** Accepted share of the drafts between two snapshots; null without drafts. */
+function acceptance(now: Snapshot, before: Snapshot): number | null {
+  const [later, earlier] = [now.stats.speculation, before.stats.speculation];
+  if (!later || !earlier || later.draft_tokens <= earlier.draft_tokens) return null;
+  return (later.accepted_tokens - earlier.accepted_tokens) / (later.draft_tokens - earlier.draft_tokens);
 }
 
 export class History {
@@ -41,6 +50,8 @@ export class History {
         kvShare: snapshot.pool.used_blocks / snapshot.pool.num_blocks,
         running: snapshot.running.length,
         waiting: snapshot.waiting.length,
+        acceptance: acceptance(snapshot, last.snapshot) ?? this.samples.at(-1)?.acceptance ?? 0,
+        draftsPerRow: snapshot.stats.speculation?.drafts_per_row ?? 0,
       };
       this.samples = [...this.samples, sample].slice(-MAX_SAMPLES);
     }

@@ -37,6 +37,16 @@ export interface Step {
   prompt_tokens: number;
   seconds: number;
   age_seconds: number;
+  drafts?: number; // checked in this step, with speculative decoding
+}
+
+/** Speculative decoding: counters since the start. */
+export interface Speculation {
+  num_speculative_tokens: number;
+  drafts: number;
+  draft_tokens: number;
+  accepted_tokens: number;
+  drafts_per_row: number;
 }
 
 export interface Snapshot {
@@ -63,6 +73,7 @@ export interface Snapshot {
     finished_requests: number;
     preemptions: number;
     steps: number;
+    speculation?: Speculation | null;
   };
   last_steps: Step[];
   engine?: number; // index, with data_parallel_size
