@@ -109,10 +109,15 @@ def decode(
     shards: Shards = WHOLE,
     hidden: Float[Array, "tokens hidden"] | None = None,
     first_layer: int = 0,
-) -> tuple[Float[Array, "tokens hidden"], tuple[Pages, ...], tuple[Int[Array, "tokens per_token"], ...]]:
+    capture: tuple[int, ...] = (),
+) -> tuple[
+    Float[Array, "tokens hidden"], tuple[Pages, ...], tuple[Int[Array, "tokens per_token"], ...],
+    *tuple[Float[Array, "tokens hidden"], ...],
+]:  # fmt: skip
     """Run the layers. Returns hidden states before the final norm, pages with the new KV, and expert indices.
 
-    There is one array of expert indices per layer with experts. Padding has an index past the last expert.
+    There is one array of expert indices per layer with experts. Padding has an index past the last expert. After these
+    three come the captured hidden states, one for each entry of `capture`.
 
     token_ids, positions: ids in [0, vocab_size), and positions in their sequences. The caller checks them.
     pages:     one entry per layer, for `attend`. With `places`: one entry per page array.
@@ -126,17 +131,22 @@ def decode(
     shards:    split of the leaves. Inside `jax.shard_map`, `params` and `pages` are this device's parts.
     hidden:    input of the first layer of `params`, from another pipeline stage. None: embed the tokens.
     first_layer: index in the model of the first layer of `params`.
+    capture:   indices of layers whose input is returned, in ascending order. The input of layer i is the output of
+               layer i - 1, and the input of layer 0 is the embedding. The number of layers gives the last layer's
+               output. EAGLE-3 checkpoints count so, too. A pipeline stage returns those of its own layers.
     """
     x = hidden
     if x is None:
         x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards), token_ids, positions)
     layers = range(first_layer, first_layer + len(params["layers"]))
     ropes = {rope for i in layers if (rope := spec.layer_rope(i)) is not None}
-    angles = {rope: _rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
+    angles = {rope: rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     if places is None:
         metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
-    new_pages, choices = list(pages), []
+    new_pages, choices, captured = list(pages), [], []
     for i, matrices, place in zip(layers, params["layers"], places, strict=True):
+        if i in capture:
+            captured.append(x)
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         leaves = matrices | layer_vectors(params, i - first_layer)
@@ -147,7 +157,9 @@ def decode(
         )  # fmt: skip
         if choice is not None:
             choices.append(choice)
-    return x, tuple(new_pages), tuple(choices)
+    if layers.stop == spec.num_layers and layers.stop in capture:
+        captured.append(x)
+    return x, tuple(new_pages), tuple(choices), *captured
 
 
 def layer_vectors(params: Params, layer: int) -> Params:
@@ -178,7 +190,7 @@ def decode_layer(
     """
     batch, length, hidden = x.shape
     positions = jnp.tile(jnp.arange(length), batch)
-    cos, sin = (None, None) if rope is None else _rope_angles(spec, rope, positions, jnp.full(len(positions), length))
+    cos, sin = (None, None) if rope is None else rope_angles(spec, rope, positions, jnp.full(len(positions), length))
     context = LayerContext(spec, WeightLayout(), leaves, cos, sin, watch=watch)
     out, *_ = _run_layer(
         x.reshape(-1, hidden), context, None, positions.reshape(batch, length), options, dense_causal_attend
@@ -296,13 +308,27 @@ def _run_layer(
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
     """Attention and feed-forward network, with norms and residual sums. Without experts, the third result is None."""
+    is_first = context.spec.norm_position in (NormPosition.PRE, NormPosition.SANDWICH)
+    normed = normalise("attn_norm", x, context) if is_first else x
+    return run_normed_layer(x, normed, context, pages, metadata, options, attend)
+
+
+def run_normed_layer(
+    x: Float[Array, "tokens hidden"],
+    normed: Float[Array, "tokens width"],
+    context: LayerContext,
+    pages: Pages,
+    metadata: Metadata,
+    options: AttentionOptions,
+    attend: Attend,
+) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
+    """`_run_layer` after its first norm. normed: input of q, k and v, which is wider than x in an EAGLE-3 head."""
     spec = context.spec
 
     def norm(name: str, x: Array, *positions: NormPosition) -> Array:
         """Apply the norm `name`, if this model has a norm in one of these positions."""
         return normalise(name, x, context) if spec.norm_position in positions else x
 
-    normed = norm("attn_norm", x, NormPosition.PRE, NormPosition.SANDWICH)
     sinks = context.params["sinks"] if spec.sinks else None
     out, pages = attend(_project(normed, context), pages, metadata, options, sinks)
     if spec.latent is not None:
@@ -367,7 +393,7 @@ def _scaled(spec: DecoderSpec, x: Array) -> Array:
     return x if spec.residual_scale == 1 else (x.astype(jnp.float32) * spec.residual_scale).astype(x.dtype)
 
 
-def _rope_angles(
+def rope_angles(
     spec: DecoderSpec, rope: Rope, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
     """float32 cos and sin of each token's angles, times the attention factor of the rope scaling."""
