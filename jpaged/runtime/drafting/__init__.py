@@ -1,0 +1,1 @@
+"""Device drafters: models that propose tokens, with KV pages of their own."""
