@@ -86,6 +86,8 @@ class NoDevice:
     host_slots = 0
     transfer_costs = None
     min_jump_per_request = 0.0
+    max_drafts = 0
+    verify_sizes = decode_sizes = ()
 
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs

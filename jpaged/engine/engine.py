@@ -213,6 +213,8 @@ class Engine:
             seconds = collected.now - collected.began
             self.scheduler.note_seconds(collected.step, seconds)
             self._steps.add(collected)
+            if self._counters.speculation is not None:
+                self._counters.speculation.note_step(collected.step.plan, collected.result.num_accepted)
             if collected.result.expert_load is not None:
                 self._counters.note_experts(collected.result.expert_load)
             if self._metrics is not None:
@@ -373,6 +375,7 @@ class Engine:
     def note_new_weights(self) -> None:
         """Clear the prefix cache. Running requests keep their KV of the old weights, and no new request shares it."""
         self._manager.names.note_new_weights(self._outputs.live_requests())
+        self.scheduler.note_new_weights()
 
     def start_over(self) -> None:
         """End all requests without an output, and forget all cached KV. Queues and pool are empty afterwards.
@@ -419,4 +422,7 @@ class Engine:
 
     def _speculation(self) -> Speculation | None:
         config = self.options.speculation
-        return None if config is None else Speculation.create(config, self.runner.max_drafts)
+        if config is None:
+            return None
+        runner = self.runner
+        return Speculation.create(config, runner.max_drafts, runner.decode_sizes, runner.vocab_size)

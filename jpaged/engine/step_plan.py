@@ -285,6 +285,8 @@ class Runner(Protocol[HandleT]):
         """
         ...
 
+    decode_sizes: Sequence[int]  # rows of each decode program, also of those that do not exist yet; smallest first
+
     @property
     def verify_sizes(self) -> Sequence[int]:
         """Capacity of each verify program that exists, in tokens, smallest first. Empty: no step may have drafts."""

@@ -37,6 +37,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.profiling import Profiler
 from jpaged.runtime.stage_runner import LastStageRunner
 from jpaged.runtime.state import DeviceState
+from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
 from jpaged.runtime.step.program_shapes import Shape
 from jpaged.runtime.step.result import StepHandle, download
@@ -90,6 +91,8 @@ class ModelRunner(EnginePrograms):
         self.hidden_bytes = self.spec.hidden_size * blueprint.dtype.itemsize  # per token
         self.max_logprobs = blueprint.num_logprobs
         self.max_drafts = blueprint.max_drafts
+        shapes = blueprint.program_shapes
+        self.decode_sizes = [shape.rows for shape in shapes if isinstance(shape, ForwardShape) and shape.is_decode]
         rope = self.spec.rope
         self.longrope_switch_len = rope.original_max_position if rope and rope.scaling == "longrope" else None
         # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere reading the weights dominates.

@@ -71,6 +71,7 @@ class FakeRunner:
     min_jump_per_request: float = 0.0
     max_drafts: int = 0
     verify_sizes: tuple[int, ...] = ()
+    decode_sizes: tuple[int, ...] = (4,)
     fail_at: frozenset[tuple[str, int]] = frozenset()
     weights: int = 0                                 # number of the weights that it has
     salt_of: Callable[[int], str] = lambda row: ""   # row -> salt of its request

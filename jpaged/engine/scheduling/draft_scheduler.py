@@ -12,6 +12,7 @@ A draft counts as computed and as in flight until the host knows the accepted on
 and the request has blocks for all of its drafts. When the step arrives, `settle` subtracts the rejected ones.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from jpaged.engine.kv_cache.block_table import NEVER
@@ -45,7 +46,7 @@ class DraftScheduler:
         if selection.chunks or not decodes:
             return
         sizes = self._verify_sizes()
-        if not sizes or not self._speculation.may_pay(len(decodes), sizes):
+        if not sizes or len(decodes) >= sizes[-1]:
             return
         most = [self._most_drafts(request) for request in decodes]
         for request, draft in self._speculation.choose(decodes, most, sizes):
@@ -84,4 +85,4 @@ class DraftScheduler:
         schedule.num_in_flight += count
         schedule.num_drafts_in_flight += count
         manager.note_computed(count)
-        selection.drafts[request] = Draft(count, draft.guesses)
+        selection.drafts[request] = dataclasses.replace(draft, count=count)

@@ -118,7 +118,7 @@ class PlanBuilder:
             waits_for_masks=waits_for_masks,
             drafts=drafts,
         )
-        return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers))
+        return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers), drafts=selection.drafts)
 
     def _drafts(self, selection: StepSelection) -> DraftPlan:
         """The drafts of the selection. Frees blocks that left their windows, as for decodes at their boundary."""

@@ -113,6 +113,8 @@ class Scheduler:
         """End a request in any state. Its blocks are free at once: the device runs steps in order."""
         self.park(request)
         request.schedule.status = status
+        if self._speculation is not None:
+            self._speculation.note_end(request)
 
     def park(self, request: Request) -> None:
         """Free everything that a request owns. It neither runs nor waits, until it is added or becomes a fork."""
@@ -194,7 +196,7 @@ class Scheduler:
             if drafts and schedule.status is RequestStatus.RUNNING:
                 self._drafts.settle(request, drafts, accepted)
             if drafts:
-                self._speculation.note_result(request, drafts, accepted)
+                self._speculation.note_result(request, step.drafts[request], accepted)
             yield index, request
 
     def note_arrived(self, requests: Sequence[Request]) -> None:
@@ -215,7 +217,15 @@ class Scheduler:
 
     def note_seconds(self, step: ScheduledStep, seconds: float) -> None:
         """Use the time of a step to pace later ones."""
-        self._pace.note(len(step.plan.prompt_tokens), seconds)
+        num_prompt = len(step.plan.prompt_tokens)
+        self._pace.note(num_prompt, seconds)
+        if self._speculation is not None and not num_prompt:
+            self._speculation.note_seconds(step.plan, seconds)
+
+    def note_new_weights(self) -> None:
+        """Drop drafts that were learnt from answers of the old weights."""
+        if self._speculation is not None:
+            self._speculation.forget()
 
     def check_integrity(self) -> None:
         """Raise EngineError unless rows, blocks and queues agree with each other. For tests, and for an idle engine."""

@@ -1,12 +1,14 @@
 """State that the parts of the scheduler share."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request
 from jpaged.engine.scheduling.running_requests import RunningRequests
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.engine.scheduling.waiting_queue import WaitingQueue
+from jpaged.engine.speculation.draft import Draft
 from jpaged.engine.step_plan import StepPlan
 
 
@@ -79,3 +81,4 @@ class ScheduledStep:
     scored: tuple[tuple[Request, int], ...] = ()  # (request, number of entries in the plan's `scored`), in their order
     # Requests whose sample of this step is dropped when it arrives, because forced tokens took its position.
     discarded: set[Request] = dataclasses.field(default_factory=set)
+    drafts: Mapping[Request, Draft] = dataclasses.field(default_factory=dict)  # of a verify step

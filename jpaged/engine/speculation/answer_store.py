@@ -35,7 +35,7 @@ class AnswerStore:
         if self._max_answers:
             self._index.touch_heads()
         self._owner_of = np.zeros(self._max_tokens if self._max_answers else 1, np.int32)  # of each slot of the ring
-        self._owner_view = memoryview(self._owner_of)
+        self._owner_view = self._owner_of.data
         self._answers: collections.deque[tuple[int, bytes]] = collections.deque()  # first position, root
         self._owners: dict[bytes, int] = {}
         self._counts: collections.Counter[bytes] = collections.Counter()  # answers of each root

@@ -1,7 +1,16 @@
 """Drafts of one request for one step."""
 
 import dataclasses
+import enum
 from collections.abc import Sequence
+
+
+class DraftSource(enum.Enum):
+    """Where drafts come from, in the order in which the sources are asked."""
+
+    GRAMMAR = "grammar"        # the request's grammar leaves no choice
+    PREDICTION = "prediction"  # the answer that the caller predicted
+    DRAFTER = "drafter"        # the drafter that the engine was started with
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -14,3 +23,4 @@ class Draft:
 
     count: int  # tokens to check, at least 1
     guesses: Sequence[int] | None
+    source: DraftSource = DraftSource.DRAFTER

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jpaged.engine.speculation.accept_rate import FIRST_CHANCE, OVERALL_DECAY, DECAY, AcceptRate
+from jpaged.engine.speculation.accept_rate import DECAY, FIRST_CHANCE, OVERALL_DECAY, AcceptRate
 from jpaged.engine.speculation.program_times import ProgramKind, ProgramTimes
 
 MIN_CHANCE = 0.02     # a draft that is less likely accepted is not worth the host's work, even if its slot is free
@@ -44,15 +44,14 @@ class DraftBudget:
     The clock is the number of calls of `choose` and of `may_pay` that returned False.
     """
 
-    def __init__(self, max_drafts: int, verify_sizes: Sequence[int], row_sizes: Sequence[int]):
+    def __init__(self, max_drafts: int, row_sizes: Sequence[int]):
         """Make a budget.
 
-        max_drafts:   most drafts of a row, at least 1.
-        verify_sizes: tokens of each verify program.
-        row_sizes:    rows of each decode program. The largest is the most rows of a step.
+        max_drafts: most drafts of a row, at least 1.
+        row_sizes:  rows of each decode program. The largest is the most rows of a step.
         """
         self._max_drafts = max_drafts
-        self._verify_sizes = sorted(verify_sizes)
+        self.verify_sizes: Sequence[int] = ()  # tokens of each verify program, ascending; the caller sets it
         self._buckets = [_RowBucket(size) for size in sorted(row_sizes)]
         self._row_sizes = [bucket.size for bucket in self._buckets]
         self._exponents = np.arange(1, max_drafts + 1)
@@ -90,7 +89,7 @@ class DraftBudget:
 
         False counts as a step. Takes 4 us for 1 row, 25 us for 256.
         """
-        if rows and len(rows) < self._verify_sizes[-1]:
+        if self.verify_sizes and 0 < len(rows) < self.verify_sizes[-1]:
             bucket = self._bucket(len(rows))
             if self._step + 1 >= bucket.next_trial > 0 or self._bound_pays(rows, bucket):
                 return True
@@ -108,7 +107,7 @@ class DraftBudget:
         self._step += 1
         num_rows = len(rows)
         nothing = [0] * num_rows
-        if num_rows == 0 or num_rows >= self._verify_sizes[-1] or not any(available):
+        if num_rows == 0 or num_rows >= self.verify_sizes[-1] or not any(available):
             return nothing
         bucket = self._bucket(num_rows)
         if self._times.seconds(ProgramKind.DECODE, bucket.size) is None:
@@ -151,7 +150,7 @@ class DraftBudget:
         seconds = self._times.seconds
         least = seconds(ProgramKind.DECODE, bucket.size) or 0.0
         propose = seconds(ProgramKind.PROPOSE, bucket.size) or 0.0
-        for size in self._verify_sizes:
+        for size in self.verify_sizes:
             measured = seconds(ProgramKind.VERIFY, size)
             if measured is not None:
                 least = max(least, measured)

@@ -15,7 +15,7 @@ class Drafter(Protocol):
     write to them. A draft that is not accepted costs time and changes no answer.
 
     A drafter may keep data for a request, with the request as the key, until `note_end`. Nothing announces a new
-    request: its first call is `propose` or `note_tokens`.
+    request: its first call is `propose`.
     """
 
     def propose(self, request: Request, count: int) -> Sequence[int]:
@@ -27,10 +27,6 @@ class Drafter(Protocol):
         Returns at most `count` token ids, in order: 0 <= id < vocabulary size. An empty sequence means no draft.
         Calls with the same known tokens may return different drafts.
         """
-        ...
-
-    def note_tokens(self, request: Request, count: int) -> None:
-        """Note that the last `count` of `request.token_ids` are new. Tokens of the prompt are not announced."""
         ...
 
     def note_end(self, request: Request) -> None:

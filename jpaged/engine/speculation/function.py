@@ -48,9 +48,6 @@ class FunctionDrafter:
                 return self._refuse("id", f"must return token ids from 0 to {self._vocab_size - 1}, got {draft}")
         return drafts
 
-    def note_tokens(self, request: Request, count: int) -> None:
-        """Do nothing: the function gets all tokens."""
-
     def note_end(self, request: Request) -> None:
         """Do nothing: there is no data for a request."""
 

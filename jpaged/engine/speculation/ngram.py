@@ -46,9 +46,6 @@ class NgramDrafter:
                     return repeated(index.following(position, count), count)
         return ()
 
-    def note_tokens(self, request: Request, count: int) -> None:
-        """Do nothing: `propose` indexes the new tokens, and a request without drafts costs no time."""
-
     def note_end(self, request: Request) -> None:
         """Drop the request's index."""
         self._indexes.drop(request)

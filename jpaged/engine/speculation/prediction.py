@@ -56,9 +56,6 @@ class PredictionDrafter:
         self._follow(follower, request)
         return () if follower.lost else follower.tokens[follower.place : follower.place + count]
 
-    def note_tokens(self, request: Request, count: int) -> None:
-        """Do nothing: `propose` compares the new tokens."""
-
     def note_end(self, request: Request) -> None:
         """Drop the request's prediction."""
         self._followers.pop(request, None)

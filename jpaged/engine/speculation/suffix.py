@@ -93,9 +93,6 @@ class SuffixDrafter:
                 break  # shorter matches cannot have a higher score
         return best
 
-    def note_tokens(self, request: Request, count: int) -> None:
-        """Do nothing: `propose` indexes the new tokens, and a request without drafts costs no time."""
-
     def note_end(self, request: Request) -> None:
         """Drop the request's index, and store its answer."""
         self._indexes.drop(request)

@@ -49,8 +49,8 @@ class TokenIndex:
         self._heads = [np.zeros(buckets, np.int32) for _ in sizes]  # 0: no position
         self._previous = [np.zeros(capacity, np.int32) for _ in sizes]
         # Reading an element of a memoryview takes a third of the time that reading one of an array takes.
-        self._token_view = memoryview(self._tokens)
-        self._chains = [(memoryview(h), memoryview(p)) for h, p in zip(self._heads, self._previous, strict=True)]
+        self._token_view = self._tokens.data
+        self._chains = [(h.data, p.data) for h, p in zip(self._heads, self._previous, strict=True)]
         self.end = 1        # position of the next token
         self._start = 1     # position of the current sequence's first token
         self._oldest = 1    # earlier positions were dropped

@@ -177,7 +177,7 @@ class ProgramTable:
         return find() or self._wait(find, kind, f"no program takes {tokens} tokens in {rows} rows")
 
     def sampler(self, num_rows: int, variant: SamplerVariant, *, checks: bool = False) -> Program[SampleShape]:
-        """Smallest `sample` program of a variant for `num_rows` rows. checks: for a verify step of `num_rows` tokens."""
+        """Smallest `sample` program of a variant for `num_rows` rows. checks: for that many tokens of a verify step."""
 
         def find() -> Program[SampleShape] | None:
             for program in self.samplers:

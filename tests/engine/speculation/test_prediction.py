@@ -17,7 +17,6 @@ def following(answer: list[int], prediction: list[int] = PREDICTION, count: int 
     draft = drafter.propose(request, count)
     for token in answer:
         request.token_ids.append(token)
-        drafter.note_tokens(request, 1)
         draft = drafter.propose(request, count)
     return list(draft)
 
