@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jpaged.engine.speculation.accept_rate import DECAY, FIRST_CHANCE, OVERALL_DECAY, AcceptRate
+from jpaged.engine.speculation.accept_rate import DECAY, FIRST_CHANCE, LEAST_START, OVERALL_DECAY, AcceptRate
 from jpaged.engine.speculation.program_times import ProgramKind, ProgramTimes
 
 MIN_CHANCE = 0.02     # a draft that is less likely accepted is not worth the host's work, even if its slot is free
 STICK = 1.01          # the last choice wins against choices that are better by less: equal programs do not alternate
-FIRST_TRIAL = 128     # steps until a program that is not the best is measured again, at this number of rows
+FIRST_TRIAL = 32      # steps until a program that is not the best is measured again, at this number of rows
 TRIAL_GROWTH = 2      # each further pause is longer by this factor,
 LONGEST_TRIAL = 16_384
 PENDING = 8           # steps to wait for the first measurement of a program that was tried
+NO_DRAFTS_PAUSE = 16  # steps until a trial that found no drafts is tried again
 NO_DRAFTS = 0         # the choice of the decode program. Other choices are sizes of verify programs
 
 
@@ -61,15 +62,16 @@ class DraftBudget:
         self.overall = AcceptRate()
 
     def new_row(self) -> AcceptRate:
-        """Acceptance of a new request: the drafter's overall chance."""
-        return AcceptRate(chance=self.overall.chance)
+        """Acceptance of a new request: the drafter's overall chance, at least LEAST_START."""
+        return AcceptRate(chance=max(self.overall.chance, LEAST_START))
 
     def note_drafts(self, row: AcceptRate, drafted: int, accepted: int) -> None:
         """Count the drafts of one row of a verify step. Without drafts it does nothing."""
         if drafted:
             self.overall.note(drafted, accepted, OVERALL_DECAY, FIRST_CHANCE)
-            row.note(drafted, accepted, DECAY, self.overall.chance)
-            row.pause_if_rejected(accepted, self._step, self.overall.chance)
+            prior = max(self.overall.chance, LEAST_START)
+            row.note(drafted, accepted, DECAY, prior)
+            row.pause_if_rejected(accepted, self._step, prior)
 
     def note_seconds(self, kind: ProgramKind, size: int, seconds: float) -> None:
         """Add the measured seconds of a step that ran one program, or of a `propose` program.
@@ -107,9 +109,12 @@ class DraftBudget:
         self._step += 1
         num_rows = len(rows)
         nothing = [0] * num_rows
-        if num_rows == 0 or num_rows >= self.verify_sizes[-1] or not any(available):
+        if num_rows == 0 or num_rows >= self.verify_sizes[-1]:
             return nothing
         bucket = self._bucket(num_rows)
+        if not any(available):
+            bucket.next_trial = max(bucket.next_trial, self._step + NO_DRAFTS_PAUSE)
+            return nothing
         if self._times.seconds(ProgramKind.DECODE, bucket.size) is None:
             return nothing
         if not bucket.next_trial:
@@ -193,19 +198,27 @@ class DraftBudget:
         return bucket.choice
 
     def _trial(self, num_rows: int, gains: np.ndarray, bucket: _RowBucket, best: int) -> int:
-        """The program that was not measured for the longest time, if that time is longer than the pause."""
-        last = {size: self._times.last_step(ProgramKind.VERIFY, size) for size, _ in self._usable(num_rows, gains, bucket)}
-        last[NO_DRAFTS] = self._times.last_step(ProgramKind.DECODE, bucket.size)
-        last.pop(best, None)
-        oldest = min(last, key=last.__getitem__, default=best)
-        if oldest == best or self._step - last[oldest] < bucket.pause:
+        """The program to measure again: one with a single measurement, or the one measured longest ago.
+
+        Returns `best` if all others were measured within the pause.
+        """
+        due: dict[int, int] = {}  # program -> step of its last measurement
+        for choice in (NO_DRAFTS, *(size for size, _ in self._usable(num_rows, gains, bucket))):
+            key = _key(choice, bucket)
+            last = self._times.last_step(*key)
+            settled = self._times.is_settled(*key)
+            if choice != best and (not settled or self._step - last >= bucket.pause):
+                due[choice] = last if settled else -1
+        if not due:
             bucket.next_trial = self._step + bucket.pause
             return best
         bucket.pause = min(bucket.pause * TRIAL_GROWTH, LONGEST_TRIAL)
         bucket.next_trial = self._step + bucket.pause
-        bucket.trial = oldest
-        if oldest == NO_DRAFTS:
-            self._times.replace_next(ProgramKind.DECODE, bucket.size)
-        else:
-            self._times.replace_next(ProgramKind.VERIFY, oldest)
-        return oldest
+        bucket.trial = min(due, key=due.__getitem__)
+        self._times.doubt(*_key(bucket.trial, bucket))
+        return bucket.trial
+
+
+def _key(choice: int, bucket: _RowBucket) -> tuple[ProgramKind, int]:
+    """Kind and size of a chosen program."""
+    return (ProgramKind.DECODE, bucket.size) if choice == NO_DRAFTS else (ProgramKind.VERIFY, choice)

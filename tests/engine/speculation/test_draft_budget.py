@@ -1,0 +1,265 @@
+"""The budget of drafts, on simulated devices whose times and acceptance are known."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.engine.speculation.accept_rate import LEAST_START, LONGEST_PAUSE, AcceptRate
+from jpaged.engine.speculation.draft_budget import FIRST_TRIAL, STICK, DraftBudget
+from jpaged.engine.speculation.program_times import ProgramKind, ProgramTimes
+
+ROW_SIZES = [1, 2, 4, 8, 16, 32, 64]
+VERIFY_SIZES = [4, 8, 16, 32, 64, 128]
+DRAFTS = 5
+DECODE, VERIFY, PROPOSE = ProgramKind
+
+
+def new_budget() -> DraftBudget:
+    budget = DraftBudget(DRAFTS, ROW_SIZES)
+    budget.verify_sizes = VERIFY_SIZES
+    return budget
+
+
+class Device:
+    """Runs steps: a program takes `seconds(tokens)`, and row r accepts a draft with probability chances[r]."""
+
+    def __init__(self, seconds: Callable[[int], float], seed: int = 0, noise: float = 0.0, propose: float = 0.0):
+        self.budget = new_budget()
+        self.seconds, self.noise, self.propose = seconds, noise, propose
+        self.random = random.Random(seed)
+        self.rows: list[AcceptRate] = []
+
+    def program(self, counts: list[int]) -> tuple[ProgramKind, int]:
+        if not any(counts):
+            return DECODE, next(size for size in ROW_SIZES if size >= len(counts))
+        return VERIFY, next(size for size in VERIFY_SIZES if size >= len(counts) + sum(counts))
+
+    def rate(self, counts: list[int], chances: list[float]) -> float:
+        """Expected tokens per second."""
+        kind, size = self.program(counts)
+        tokens = sum(sum(p**j for j in range(count + 1)) for p, count in zip(chances, counts, strict=True))
+        return tokens / (self.seconds(size) + (self.propose if kind is VERIFY else 0.0))
+
+    def best_rate(self, chances: list[float]) -> float:
+        """The highest expected tokens per second of all programs, each filled with the likeliest drafts."""
+        n = len(chances)
+        rates = [self.rate([0] * n, chances)]
+        drafts = sorted(((p**j, r) for r, p in enumerate(chances) for j in range(1, DRAFTS + 1)), reverse=True)
+        for size in VERIFY_SIZES:
+            if size > n:
+                counts = [0] * n
+                for _, row in drafts[: size - n]:
+                    counts[row] += 1
+                rates.append(self.rate(counts, chances))
+        return max(rates)
+
+    def step(self, chances: list[float], available: list[int] | None = None) -> list[int]:
+        """Run one step. Returns its numbers of drafts."""
+        while len(self.rows) < len(chances):
+            self.rows.append(self.budget.new_row())
+        rows = self.rows[: len(chances)]
+        counts = self.budget.choose(rows, available or [DRAFTS] * len(chances))
+        kind, size = self.program(counts)
+        seconds = self.seconds(size) * (1 + self.noise * self.random.random())
+        if self.noise and self.random.random() < 0.05:
+            seconds *= 8  # another program ran too
+        self.budget.note_seconds(kind, size, seconds)
+        if kind is VERIFY and self.propose:
+            self.budget.note_seconds(PROPOSE, self.program([0] * len(rows))[1], self.propose)
+        for row, count, chance in zip(rows, counts, chances, strict=True):
+            accepted = 0
+            while accepted < count and self.random.random() < chance:
+                accepted += 1
+            self.budget.note_drafts(row, count, accepted)
+        return counts
+
+
+DEVICES = {
+    "memory-bound": lambda tokens: 10.0 + 0.002 * tokens,
+    "mixed": lambda tokens: 10.0 + max(0.0, tokens - 16) * 0.5,
+    "compute-bound": lambda tokens: 0.2 + 1.0 * tokens,
+    "steps": lambda tokens: 10.0 if tokens <= 8 else 17.0 if tokens <= 32 else 40.0,
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 5, 30])
+@pytest.mark.parametrize("chance", [0.01, 0.3, 0.55, 0.9])
+def test_it_converges_to_the_best_program(name, num_rows, chance):
+    """Within 2% of the best choice, drafts that are wrong and trials included."""
+    device = Device(DEVICES[name], seed=num_rows, noise=0.02)
+    chances = [chance * (1 + 0.08 * (row % 3 - 1)) for row in range(num_rows)]
+    for _ in range(200):
+        device.step(chances)
+    tokens = seconds = 0.0
+    for _ in range(400):
+        counts = device.step(chances)
+        rate = device.rate(counts, chances)
+        kind, size = device.program(counts)
+        tokens, seconds = tokens + rate * device.seconds(size), seconds + device.seconds(size)
+        assert kind is DECODE or size > num_rows
+    assert tokens / seconds > 0.98 * device.best_rate(chances)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_choice_does_not_alternate(name):
+    device = Device(DEVICES[name], noise=0.05)
+    chances = [0.7] * 6
+    programs = [device.program(device.step(chances)) for _ in range(600)][100:]
+    changes = sum(a != b for a, b in zip(programs, programs[1:], strict=False))
+    assert changes <= 12  # two for each trial: at most three trials, and a late measurement
+
+
+def test_rising_load_ends_drafts():
+    device = Device(lambda tokens: 10.0 + max(0, tokens - 16) * 1.0)
+    drafts = []
+    for num_rows in (1, 2, 4, 8, 16, 32, 64):
+        counts = [sum(device.step([0.6] * num_rows)) for _ in range(100)]
+        drafts.append(sum(counts[50:]) / 50 / num_rows)
+    assert drafts[0] > 2
+    assert all(b <= a + 0.3 for a, b in zip(drafts, drafts[1:], strict=False))
+    assert max(drafts[-2:]) < 0.05  # trials
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_it_never_chooses_a_program_that_its_own_estimates_call_slower(data):
+    budget = new_budget()
+    seconds = st.floats(0.5, 20.0)
+    for kind, sizes in ((DECODE, ROW_SIZES), (VERIFY, VERIFY_SIZES), (PROPOSE, ROW_SIZES)):
+        for size in sizes:
+            budget.note_seconds(kind, size, data.draw(seconds))
+    for _ in range(2):
+        n = data.draw(st.integers(1, 40))
+        rows = [AcceptRate(chance=data.draw(st.sampled_from([0.05, 0.3, 0.6, 0.9]))) for _ in range(n)]
+        available = data.draw(st.lists(st.integers(0, DRAFTS), min_size=n, max_size=n))
+        counts = budget.choose(rows, available)
+        assert all(0 <= count <= most for count, most in zip(counts, available, strict=True))
+        bucket = next(size for size in ROW_SIZES if size >= n)
+        plain = n / budget.seconds(DECODE, bucket)
+
+        def rate(counts: list[int], n=n, rows=rows, bucket=bucket) -> float:
+            size = next(size for size in VERIFY_SIZES if size >= n + sum(counts))
+            tokens = sum(sum(r.chance**j for j in range(c + 1)) for r, c in zip(rows, counts, strict=True))
+            return tokens / (budget.seconds(VERIFY, size) + budget.seconds(PROPOSE, bucket))
+
+        drafts = sorted(((r.chance**j, i) for i, r in enumerate(rows) for j in range(1, available[i] + 1)), reverse=True)
+        others = [plain]
+        for size in VERIFY_SIZES:
+            if n < size:
+                filled = [0] * n
+                for chance, row in drafts[: size - n]:
+                    filled[row] += chance >= 0.02
+                if any(filled):
+                    others.append(rate(filled))
+        chosen = rate(counts) if any(counts) else plain
+        assert chosen * (STICK + 1e-6) >= max(others)
+
+
+def test_a_losing_program_is_tried_again_with_growing_pauses():
+    device = Device(lambda tokens: 1.0 + tokens)
+    tries = [step for step in range(6000) if any(device.step([0.6] * 32))]
+    first = [step for step in tries if step < FIRST_TRIAL]
+    assert len(first) == 2  # the two programs that hold 32 rows and a draft: 64 and 128 tokens
+    pauses = [b - a for a, b in zip(tries[1:], tries[2:], strict=False)]
+    assert all(b > 1.4 * a for a, b in zip(pauses, pauses[1:], strict=False))
+    assert len(tries) < 10
+
+
+def test_an_outlier_at_the_first_try_does_not_end_drafts_for_ever():
+    device = Device(lambda tokens: 10.0 + 0.01 * tokens)
+    for size in VERIFY_SIZES:
+        device.budget.note_seconds(VERIFY, size, 500.0)
+    counts = [sum(device.step([0.8] * 4)) for _ in range(3 * FIRST_TRIAL)]
+    assert not any(counts[:FIRST_TRIAL])
+    assert all(counts[-50:])
+
+
+def test_it_follows_a_device_that_changes():
+    device = Device(DEVICES["memory-bound"])
+    for _ in range(300):
+        device.step([0.8] * 4)
+    device.seconds = lambda tokens: 10.0 if tokens <= 4 else 10.0 * tokens
+    late = [sum(device.step([0.8] * 4)) for _ in range(100)]
+    assert not any(late[-60:])
+    device.seconds = DEVICES["memory-bound"]
+    for _ in range(20 * FIRST_TRIAL):
+        device.step([0.8] * 4)
+    assert sum(device.step([0.8] * 4)) >= 12
+
+
+def test_rejected_rows_get_no_drafts_and_are_tried_rarely():
+    device = Device(lambda tokens: 10.0 + 0.1 * tokens)
+    chances = [0.0, 0.9, 0.9, 0.9]
+    counts = [device.step(chances) for _ in range(2000)]
+    assert sum(each[0] > 0 for each in counts[200:]) < 50
+    assert sum(each[1] > 0 for each in counts[200:]) > 1700
+    chances[0] = 0.9
+    counts = [device.step(chances) for _ in range(2 * LONGEST_PAUSE)]
+    assert all(each[0] for each in counts[-50:])
+
+
+def test_a_drafter_that_takes_long_is_not_used():
+    for propose, used in ((1.0, True), (30.0, False)):
+        device = Device(DEVICES["memory-bound"], propose=propose)
+        for _ in range(20):
+            device.step([0.6] * 2)
+        assert any(device.step([0.6] * 2)) == used
+
+
+def test_rows_without_proposals_get_none_and_the_decode_program_is_measured_first():
+    device = Device(DEVICES["memory-bound"])
+    assert device.step([0.9] * 3) == [0, 0, 0]
+    assert device.step([0.9] * 3, [0, 2, 5]) == [0, 2, 5]
+    assert device.step([0.9] * 3, [0, 0, 0]) == [0, 0, 0]
+    assert device.budget.choose([], []) == []
+    assert device.budget.choose([AcceptRate() for _ in range(128)], [5] * 128) == [0] * 128
+
+
+def test_may_pay_asks_for_no_drafts_that_cannot_pay():
+    budget = new_budget()
+    rows = [AcceptRate(chance=0.5) for _ in range(64)]
+    assert not budget.may_pay(rows)  # the decode program comes first
+    budget.note_seconds(DECODE, 64, 1.0)
+    assert budget.may_pay(rows)
+    budget.note_seconds(VERIFY, 128, 1.6)
+    assert not budget.may_pay(rows)
+    budget.choose(rows, [5] * 64)
+    asked = [budget.may_pay(rows) for _ in range(FIRST_TRIAL)]
+    assert asked == [False] * (FIRST_TRIAL - 1) + [True]
+    assert budget.choose(rows, [0] * 64) == [0] * 64
+    assert not budget.may_pay(rows)
+
+
+def test_the_chance_of_a_row_starts_with_the_chance_of_all():
+    budget = new_budget()
+    row = budget.new_row()
+    for _ in range(300):
+        budget.note_drafts(row, 3, 3)
+    assert budget.new_row().chance > 0.95
+    assert row.chance > 0.95
+    budget.note_drafts(row, 0, 0)
+    for _ in range(1000):
+        budget.note_drafts(budget.new_row(), 5, 0)
+    assert budget.new_row().chance == LEAST_START
+
+
+def test_the_estimate_ignores_outliers_and_follows_a_change():
+    times = ProgramTimes()
+    assert (times.seconds(DECODE, 8), times.last_step(DECODE, 8)) == (None, -1)
+    for step, seconds in enumerate([9.0, 1.0, 60.0, 50.0, 1.1, 80.0, 70.0]):
+        times.note(DECODE, 8, seconds, step)
+    assert (times.seconds(DECODE, 8), times.last_step(DECODE, 8)) == (1.1, 6)
+    for step in range(6):
+        times.note(DECODE, 8, 2.0, step)
+    assert times.seconds(DECODE, 8) == 2.0
+    times.doubt(DECODE, 8)
+    times.note(DECODE, 8, 9.0, 9)
+    times.note(DECODE, 8, 1.0, 9)
+    assert times.seconds(DECODE, 8) == 2.0
+    times.doubt(DECODE, 8)
+    times.note(DECODE, 8, 1.5, 9)
+    assert times.seconds(DECODE, 8) == 1.5
