@@ -111,8 +111,8 @@ class SpeculationConfig:
     model's own layer for multi-token prediction. custom: a Python function. Default: from `model` or `function`."""
 
     num_speculative_tokens: int | None = None
-    """Maximum number of drafts for a request in one step, from 1 to 16. A step has fewer where more would not save time. Default:
-    ngram 5, suffix 8, draft_model 4, eagle3 3, mtp 1, custom 5."""
+    """Maximum number of drafts for a request in one step, from 1 to 16. A step has fewer where more would not save
+    time. Default: ngram 5, suffix 8, draft_model 4, eagle3 3, mtp 1, custom 5."""
 
     model: str | None = None
     """Folder or hub id of the draft model, or of the EAGLE-3 head."""

@@ -11,7 +11,7 @@ from jpaged.params.pooling import PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
 
-Prompt = str | dict[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}; a dict may have a cache_salt
+Prompt = str | dict[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}; a dict may have more fields
 
 
 class EngineClient(Generates, Protocol):

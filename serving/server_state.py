@@ -19,12 +19,17 @@ class Server:
     engine: EngineClient
     model_names: tuple[str, ...]      # names that requests may use; answers show the first
     root: str | None = None           # folder or hub id of the model, for /v1/models. None: the first name
-    config: EngineConfig | None = None  # options of the engine, for /server_info
+    config: EngineConfig | None = None  # options of the engine
     template_kwargs: tuple[str, ...] = DEFAULT_TEMPLATE_KWARGS  # variables of the chat template that requests may set
     # Chat template, and formats of tool calls and reasoning.
     chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     tokenising: TokeniserThreads = dataclasses.field(default_factory=TokeniserThreads)  # texts that no engine encodes
+
+    @property
+    def speculates(self) -> bool:
+        """True if the engine checks drafts."""
+        return self.config is not None and self.config.speculative_config is not None
 
     def model_name(self, asked: str | None) -> str:
         """Return the model name for the answer. Raises APIError 404 for a name that is not served."""

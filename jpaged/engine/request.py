@@ -132,6 +132,7 @@ class Request:
     pools_tokens: bool = False     # the answer has a vector for each token of the prompt
     prediction_token_ids: Sequence[int] = ()  # the answer that the caller expects; used as drafts
     extras: SamplingExtras | None = None  # sampling state that has no column in the request table
+    prediction_token_ids: tuple[int, ...] = ()  # expected answer, whose tokens may become drafts; empty: none
 
     token_ids: list[int] = dataclasses.field(init=False)     # known tokens: the prompt, then the output
     sampler: SamplerVariant = dataclasses.field(init=False)  # smallest sampler that a step needs for this request

@@ -107,6 +107,6 @@ class _ShortestFirst:
 
 
 def prompt_length(prompt: Any) -> int:
-    """Return the number of characters of a prompt's text; 0 for token ids, and for a prompt of a wrong type."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return len(text) if isinstance(text, str) else 0
+    """Return the number of characters of a prompt's texts; 0 for token ids, and for a prompt of a wrong type."""
+    texts = (prompt.get("prompt"), prompt.get("prediction")) if isinstance(prompt, Mapping) else (prompt,)
+    return sum(len(text) for text in texts if isinstance(text, str))

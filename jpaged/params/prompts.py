@@ -8,6 +8,8 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]  # share KV only with prompts of the same salt
+    # Expected answer, as text or token ids. With speculative decoding, its tokens are drafts. It changes no answer.
+    prediction: NotRequired[str | list[int]]
 
 
 class TokensPrompt(TypedDict):
@@ -15,3 +17,4 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     cache_salt: NotRequired[str]
+    prediction: NotRequired[str | list[int]]

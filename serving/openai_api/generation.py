@@ -18,7 +18,7 @@ from jpaged.errors import MAX_INTEGER, LogitsError, RequestError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.serving.openai_api.output_format import structured_outputs
-from jpaged.serving.schemas.answers import CachedTokens, ChatCompletionChunk, Completion, Usage
+from jpaged.serving.schemas.answers import CachedTokens, ChatCompletionChunk, Completion, PredictionTokens, Usage
 from jpaged.serving.schemas.requests import SAMPLING_FIELDS, GenerationRequest
 from jpaged.serving.web import json_pieces
 from jpaged.serving.web.error_responses import APIError
@@ -84,13 +84,15 @@ class Update:
 class Progress:
     """A streamed request so far, from `updates`. last: each prompt's last output. num_tokens: of all answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, predicted: bool = False) -> None:
+        """predicted: the usage counts drafts, as in `usage`."""
+        self._predicted = predicted
         self.last: dict[int, RequestOutput] = {}
         self.num_tokens = 0
 
     def usage(self) -> Usage:
         """Count the tokens of the prompts that have an output, and of all answers so far."""
-        return _usage(self.last, self.num_tokens)
+        return _usage(self.last, self.num_tokens, predicted=self._predicted)
 
 
 def sampling_params(
@@ -248,15 +250,24 @@ def check_finished_well(output: CompletionOutput) -> None:
         raise APIError(HTTPStatus.INTERNAL_SERVER_ERROR, FAILED, code="engine_error")
 
 
-def usage(finals: dict[int, RequestOutput]) -> Usage:
-    """Count the tokens of all prompts and answers of a request without a stream."""
-    return _usage(finals, sum(len(output.token_ids) for final in finals.values() for output in final.outputs))
+def usage(finals: dict[int, RequestOutput], *, predicted: bool = False) -> Usage:
+    """Count the tokens of all prompts and answers of a request without a stream.
+
+    predicted: the server speculates, and the request has a prediction: count its drafts too.
+    """
+    completion = sum(len(output.token_ids) for final in finals.values() for output in final.outputs)
+    return _usage(finals, completion, predicted=predicted)
 
 
-def _usage(finals: dict[int, RequestOutput], completion: int) -> Usage:
+def _usage(finals: dict[int, RequestOutput], completion: int, *, predicted: bool) -> Usage:
     prompt = sum(len(final.prompt_token_ids) for final in finals.values())
     cached = sum(final.num_cached_tokens for final in finals.values())
-    return Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+    counted = Usage(prompt, completion, prompt + completion, CachedTokens(cached))
+    if predicted:
+        drafts = sum(final.metrics.num_draft_tokens for final in finals.values())
+        accepted = sum(final.metrics.num_accepted_tokens for final in finals.values())
+        counted.completion_tokens_details = PredictionTokens(accepted, drafts - accepted)
+    return counted
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from jpaged.frontend.tokenising import prompt_length
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.openai_api.fill_in_the_middle import fill_in_prompt
-from jpaged.serving.schemas.requests import CompletionRequest
+from jpaged.serving.schemas.requests import CompletionRequest, Prediction
 from jpaged.serving.server_state import Server
 from jpaged.text.encoder import TokenLimit, text_encoder
 
@@ -70,6 +70,13 @@ def plain_ids(
         accepted = "the model has no tokenizer: send token ids, or start with the option tokenizer"
         raise RequestError(name, text, accepted)
     return text_encoder(tokenizer).encode(name, text, limit, special_tokens=False, cancelled=cancelled).token_ids
+
+
+def predicted(prompts: list[Prompt], prediction: Prediction | None) -> list[Prompt]:
+    """Add a chat's expected answer to its prompts."""
+    if prediction is None:
+        return prompts
+    return [{**({"prompt": one} if isinstance(one, str) else one), "prediction": prediction.text} for one in prompts]
 
 
 def salted(prompts: list[Prompt], salt: str | None) -> list[Prompt]:

@@ -24,7 +24,7 @@ from jpaged.serving.openai_api.echo import prompt_logprob_pieces
 from jpaged.serving.openai_api.generation import Head, Outputs, StreamFields, Update
 from jpaged.serving.openai_api.logprob_shapes import chat_logprob_pieces, chat_logprobs
 from jpaged.serving.openai_api.output_format import names_as_sent
-from jpaged.serving.openai_api.prompts import salted
+from jpaged.serving.openai_api.prompts import predicted, salted
 from jpaged.serving.schemas.answers import (
     AnyChatCompletion,
     ChatChoice,
@@ -64,8 +64,8 @@ async def batch_chat_completions(request: Request) -> Response:
         runs = await run_in_threadpool(_prepared_batch, server, body, params)
         streams = [
             server.engine.generate(
-                salted([run.turn.prompt], body.cache_salt)[0], run.params, f"{head.request_id}-{i}",
-                priority=body.priority or 0, refuse_cut=_has_max_tokens(body),
+                predicted(salted([run.turn.prompt], body.cache_salt), body.prediction)[0], run.params,
+                f"{head.request_id}-{i}", priority=body.priority or 0, refuse_cut=_has_max_tokens(body),
             )
             for i, run in enumerate(runs)
         ]  # fmt: skip
@@ -75,7 +75,8 @@ async def batch_chat_completions(request: Request) -> Response:
             choices = [
                 await _choice(body, run.answers, finals[i].outputs[0], index=i) for i, run in enumerate(runs)
             ]
-            return JSONPieces(ChatCompletion(**head.fields(), choices=choices, usage=generation.usage(finals)))
+            counted = generation.usage(finals, predicted=_counts_drafts(server, body))
+            return JSONPieces(ChatCompletion(**head.fields(), choices=choices, usage=counted))
 
         return await until_disconnect(request.receive, work())
 
@@ -107,7 +108,7 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
     answers = ChatAnswers(
         turn.reader, tools, reasoning=body.include_reasoning is not False, before=echoed_text(body)
     )
-    prompts = salted([turn.prompt], body.cache_salt)
+    prompts = predicted(salted([turn.prompt], body.cache_salt), body.prediction)
     outputs = outputs_of(
         server.engine, prompts, params, head.request_id, priority=body.priority or 0,
         refuse_cut=_has_max_tokens(body),
@@ -128,6 +129,11 @@ def _params(server: Server, body: ChatFields) -> SamplingParams:
 def _has_max_tokens(body: ChatFields) -> bool:
     """Return True if the request sets a limit. As in OpenAI's API, one that does not fit is an error."""
     return body.max_tokens is not None or body.max_completion_tokens is not None
+
+
+def _counts_drafts(server: Server, body: ChatFields) -> bool:
+    """Return True if the usage counts drafts."""
+    return server.speculates and body.prediction is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +165,8 @@ def _prepared(server: Server, body: ChatRequest, params: SamplingParams) -> tupl
 async def _whole(server: Server, body: ChatRequest, outputs: Outputs, answers: ChatAnswers, head: Head) -> Response:
     finals = await generation.finished(outputs)
     choices = [await _choice(body, answers, output, index=output.index) for output in finals[0].outputs]
-    answer = ChatCompletion(**head.fields(), choices=choices, usage=generation.usage(finals))
+    counted = generation.usage(finals, predicted=_counts_drafts(server, body))
+    answer = ChatCompletion(**head.fields(), choices=choices, usage=counted)
     await _add_prompt(answer, server, body, finals[0])
     if body.prompt_logprobs is not None and finals[0].prompt_logprobs is not None:
         answer.prompt_logprobs = cast(Any, await prompt_logprob_pieces(finals[0].prompt_logprobs))
@@ -198,7 +205,7 @@ async def _add_prompt(
 async def _events(
     server: Server, body: ChatRequest, outputs: Outputs, n: int, answers: ChatAnswers, head: Head, fields: StreamFields
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
-    progress, shared = generation.Progress(), head.fields()
+    progress, shared = generation.Progress(predicted=_counts_drafts(server, body)), head.fields()
     first = True
     async with aclosing(generation.updates(outputs, n, progress)) as updates:
         async for new in updates:

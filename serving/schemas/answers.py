@@ -12,6 +12,16 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
+class PredictionTokens(msgspec.Struct):
+    """`usage.completion_tokens_details` of a chat with a `prediction`: its drafts that became tokens, and the others.
+
+    Rejected drafts are not part of `completion_tokens`.
+    """
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Number of tokens of a request."""
 
@@ -19,6 +29,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictionTokens | UnsetType = UNSET  # only if the server speculates
 
 
 class CompletionLogprobs(msgspec.Struct):

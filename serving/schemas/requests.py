@@ -142,6 +142,25 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     }  # fmt: skip
 
 
+class PredictedText(msgspec.Struct, forbid_unknown_fields=True):
+    """One part of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """`prediction` of a chat: the expected answer. The texts of its parts are joined."""
+
+    type: Literal["content"]
+    content: str | Long[PredictedText]
+
+    @property
+    def text(self) -> str:
+        """The expected answer."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class TextPart(msgspec.Struct):
     """One part of a message's content. Only text is supported, and refusals in messages of the assistant."""
 
@@ -234,7 +253,7 @@ class ChatFields(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    prediction: dict[str, Any] | None = None  # a hint for speed, without effect on the answer
+    prediction: Prediction | None = None  # its tokens are drafts, with speculative decoding; no effect on the answer
 
     @property
     def shown_logprobs(self) -> int:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jpaged.engine.input.input_processor import InputProcessor, ModelLimits
+from jpaged.engine.strategies.pooled_outputs import Pooling
 from jpaged.errors import RequestError
+from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=16, max_logprobs=5, eos_token_ids=(7, 8), eos_token_id=9)
@@ -125,6 +127,11 @@ def test_a_text_given_with_token_ids_is_kept_for_the_output():
         ({"prompt": "A", "cache_salt": 1}, "cache_salt", "must be a string"),
         ({}, "prompt", "must be a string"),
         ({"prompt": "A", "multi_modal_data": 1}, "multi_modal_data", "unknown field"),
+        ({"prompt": "A", "prediction": 1}, "prediction", "must be a string, or a list of token ids"),
+        ({"prompt": "A", "prediction": b"A"}, "prediction", "must be a string, or a list of token ids"),
+        ({"prompt": "A", "prediction": ["A"]}, "prediction", "token 0 is not an integer"),
+        ({"prompt": "A", "prediction": [1, 100]}, "prediction", "token 1: ids of this model are 0 to 99"),
+        ({"prompt": "A", "prediction": "x\ud800"}, "prediction", "not valid Unicode: .* at character 1"),
         (None, "prompt", "must be a string"),
         (5, "prompt", "must be a string"),
         (b"ABC", "prompt", "must be a string"),
@@ -234,6 +241,31 @@ def test_a_priority_needs_the_priority_policy():
     for bad in (1.5, True, "1", 2**31):
         with pytest.raises(RequestError, match="integer from"):
             InputProcessor(limits, Letters()).process("r", "A", SamplingParams(), priority=bad)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "kept"),
+    [(None, ()), ("", ()), ("BC", (1, 2)), ([3, 4], (3, 4)), ((5,), (5,)), (np.array([6, 7]), (6, 7)),
+     ("A" * 40, (0,) * 16), ([1] * 40, (1,) * 16)],
+)  # fmt: skip
+def test_a_prediction_becomes_tokens_of_every_answer(prediction: Any, kept: tuple[int, ...]):
+    inputs = InputProcessor(dataclasses.replace(LIMITS, speculates=True), Letters())
+    for prompt in ({"prompt": "A"}, {"prompt_token_ids": [0]}):
+        group = inputs.process("r", prompt | {"prediction": prediction}, SamplingParams(n=2))
+        assert [request.prediction_token_ids for request in group.requests] == [kept, kept]
+        assert group.prompt_token_ids == [0]
+
+
+def test_a_prediction_of_a_model_without_a_tokenizer_or_a_use_for_it():
+    speculates = dataclasses.replace(LIMITS, speculates=True)
+    with pytest.raises(RequestError, match=r"^prediction: the model has no tokenizer: give token ids"):
+        InputProcessor(speculates).process("r", {"prompt_token_ids": [0], "prediction": "A"}, SamplingParams())
+    assert process({"prompt": "A", "prediction": "B"}).first.prediction_token_ids == ()  # it does not speculate
+    pooling = InputProcessor(dataclasses.replace(LIMITS, pooling=Pooling(4)), Letters())
+    with pytest.raises(RequestError, match=r"^prediction is for models that generate"):
+        pooling.process("r", {"prompt": "A", "prediction": "B"}, PoolingParams())
+    with pytest.raises(RequestError, match=r"^prediction: token 0: ids of this model are 0 to 99"):
+        InputProcessor(speculates, Letters()).process("r", {"prompt": "A", "prediction": "Z"}, SamplingParams())
 
 
 def test_a_salt_is_kept_for_the_block_names():

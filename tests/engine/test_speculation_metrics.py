@@ -1,6 +1,8 @@
 """Metrics of speculative decoding: counters, families of /metrics, and totals of several engines."""
 
 import dataclasses
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from jpaged.outputs import SpeculationStats
 from jpaged.serving.admin.metrics import EngineCollector
 from tests.engine.fake_runner import FakeRunner
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 STATS = SpeculationStats(3, 5, 14, 7, (4, 2, 1), 2.8)
 
 
@@ -80,6 +83,14 @@ def test_families_have_vllms_names():
     by_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].metrics
     assert [(metric.labels["position"], metric.value) for metric in by_position] == [("0", 4), ("1", 2), ("2", 1)]
     assert not any("spec_decode" in family.name for family in families_of([snapshot_of(None)], "m"))
+
+
+def test_the_docs_list_every_metric():
+    text = (ROOT / "docs/speculative_decoding.md").read_text()
+    listed = re.findall(r"^\| `(\w+:\w+)` \| (\w+) \|", text, re.MULTILINE)
+    families = [family for family in families_of([snapshot_of(STATS)], "m") if "spec_decode" in family.name]
+    kinds = {family.name: type(family.metrics[0]).__name__.lower() for family in families}
+    assert dict(listed) == {f"{name}_total" if kind == "counter" else name: kind for name, kind in kinds.items()}
 
 
 def test_prometheus_text_of_two_engines():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ def repeat_last(token_ids: Sequence[int], count: int) -> Sequence[int]:
     return [token_ids[-1]] * count
 
 
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "speculative_decoding.md"
 LEAST = {"draft_model": {"model": "small"}, "eagle3": {"model": "head"}, "custom": {"function": repeat_last}}
 
 
@@ -163,6 +166,15 @@ def test_keys_that_jpaged_lacks_are_accepted_at_neutral_values_only(key: str):
         with pytest.raises(RequestError, match=rf"^speculative_config\.{key}:? ") as caught:
             made(method="ngram", **{key: value})
         assert f"{why}: leave it out" in str(caught.value)
+
+
+def test_the_docs_have_every_key():
+    text = DOCS.read_text()
+    for key, (neutral, why) in NOT_YET.items():
+        assert f"| `{key}` | {', '.join(f'`{json.dumps(value)}`' for value in neutral)} | {why} |" in text
+    for key in (*(field.name for field in dataclasses.fields(SpeculationConfig)), *DEFAULT_DRAFTS):
+        assert re.search(rf"^\| (`\w+`, )?`{key}`", text, re.MULTILINE), key
+    assert ", ".join(f"`{method}` {count}" for method, count in DEFAULT_DRAFTS.items()) in text
 
 
 def test_a_function_by_name():

@@ -87,7 +87,8 @@ def test_an_error_of_any_kind_reaches_the_caller(threads: TokeniserThreads):
 
 @pytest.mark.parametrize(
     ("prompt", "length"),
-    [("abc", 3), ({"prompt": "ab"}, 2), ([1, 2], 0), ({"prompt_token_ids": [1]}, 0), (None, 0), ({"prompt": 5}, 0)],
+    [("abc", 3), ({"prompt": "ab"}, 2), ([1, 2], 0), ({"prompt_token_ids": [1]}, 0), (None, 0), ({"prompt": 5}, 0),
+     ({"prompt_token_ids": [1], "prediction": "abcd"}, 4), ({"prompt": "ab", "prediction": "abcd"}, 6)],
 )
 def test_the_length_of_a_prompt(prompt, length):
     assert prompt_length(prompt) == length

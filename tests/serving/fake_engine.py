@@ -81,6 +81,7 @@ class FakeEngine:
     seen_params: list[SamplingParams] = dataclasses.field(default_factory=list)
     seen_prompts: list[list[int]] = dataclasses.field(default_factory=list)
     seen_salts: list[str | None] = dataclasses.field(default_factory=list)
+    seen_predictions: list[str | None] = dataclasses.field(default_factory=list)
     seen_priorities: list[int] = dataclasses.field(default_factory=list)
     seen_clients: list[str] = dataclasses.field(default_factory=list)
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
@@ -136,7 +137,8 @@ class FakeEngine:
     def token_ids(self, prompt: str | dict[str, Any], priority: int) -> list[int]:
         """Return the tokens of a prompt. The other fields of the request are kept for tests to read."""
         parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        assert set(parts) <= {"prompt", "prompt_token_ids", "cache_salt"}
+        assert set(parts) <= {"prompt", "prompt_token_ids", "cache_salt", "prediction"}
+        self.seen_predictions.append(parts.get("prediction"))
         self.seen_salts.append(parts.get("cache_salt"))
         self.seen_priorities.append(priority)
         return parts["prompt_token_ids"] if "prompt_token_ids" in parts else self.tokenizer.encode(parts["prompt"])
@@ -201,7 +203,8 @@ class FakeEngine:
         if params.output_kind is RequestOutputKind.DELTA and step > 1:
             before = [self.answer(index, index, ids, step - 1, count, params) for index in made]
             outputs = [_new_part(*pair) for pair in zip(before, outputs, strict=True) if not pair[0].finished()]
-        made = RequestOutput(request_id, None, ids, outputs, step == count, RequestMetrics(0.0), num_cached_tokens=2)
+        metrics = RequestMetrics(0.0, num_draft_tokens=3 * step, num_accepted_tokens=step)
+        made = RequestOutput(request_id, None, ids, outputs, step == count, metrics, num_cached_tokens=2)
         if params.prompt_logprobs is not None:
             made.prompt_logprobs = [None, *(self._logprobs(token, params.prompt_logprobs) for token in ids[1:])]
         return made

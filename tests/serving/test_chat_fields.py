@@ -5,9 +5,13 @@ import logging
 
 import httpx
 import pytest
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from jpaged.config import EngineConfig
+from jpaged.serving.application import create_app
 from jpaged.serving.schemas import ignored_fields
+from jpaged.serving.server_state import Server
+from jpaged.speculation_config import SpeculationConfig
 from tests.serving.chat_requests import chat, chunks, refused
 from tests.serving.http_client import CHAT, error_of, post, strict
 from tests.serving.tool_definitions import OFFERED
@@ -77,6 +81,44 @@ def test_verbosity_is_a_variable_of_templates_that_read_it(chat_url, engine):
     engine.tokenizer.chat_template += "{{ verbosity }}"
     assert chat(chat_url, verbosity="low", max_tokens=1)
     assert engine.tokenizer.seen_options["verbosity"] == "low"
+
+
+PARTS = [{"type": "text", "text": "def f():\n"}, {"type": "text", "text": "    pass"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"), [("a guess", "a guess"), ("", ""), (PARTS, "def f():\n    pass"), ([], "")]
+)
+def test_a_prediction_goes_to_the_engine(chat_url, engine, content, seen):
+    fields = {"prediction": {"type": "content", "content": content}, "max_tokens": 2}
+    assert "completion_tokens_details" not in chat(chat_url, **fields)["usage"]  # the server does not speculate
+    chat(chat_url, **fields, cache_salt="x")
+    chunks(chat_url, **fields)
+    post(chat_url, "/v1/chat/completions/batch", fields | {"messages": [CHAT["messages"]]})
+    assert engine.seen_predictions == [seen] * 4
+    assert engine.seen_salts == [None, "x", None, None]
+    chat(chat_url, max_tokens=2)
+    assert engine.seen_predictions[-1] is None
+
+
+def test_usage_counts_the_drafts_of_a_request_with_a_prediction(host, engine):
+    config = EngineConfig(model="m", speculative_config=SpeculationConfig(method="ngram"))
+    host[0].app = create_app(Server(engine=engine, model_names=("echo",), config=config))
+    url, prediction = host[1], {"type": "content", "content": "a guess"}
+    details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 8}  # see `FakeEngine`
+    answer = post(url, "/v1/chat/completions", CHAT | {"prediction": prediction, "max_tokens": 4})
+    assert answer.json()["usage"]["completion_tokens_details"] == details
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    strict(ChatCompletion, answer.text)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = chunks(url, prediction=prediction, max_tokens=4, stream_options=options)
+    counted = [chunk["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for chunk in found]
+    assert counted == [1, 2, 3, 4, 4]
+    assert found[-1]["usage"]["completion_tokens_details"] == details
+    batch = {"messages": [CHAT["messages"]] * 2, "prediction": prediction, "max_tokens": 4}
+    counted = post(url, "/v1/chat/completions/batch", batch).json()["usage"]["completion_tokens_details"]
+    assert counted == {"accepted_prediction_tokens": 8, "rejected_prediction_tokens": 16}
+    assert "completion_tokens_details" not in chat(url, max_tokens=4)["usage"]  # no prediction
 
 
 def test_a_batch_of_conversations(chat_url, engine):
@@ -172,6 +214,14 @@ def test_unknown_fields_of_a_history_are_ignored_and_logged_once(chat_url, engin
         ({"tools": OFFERED, "function_call": {"name": "now"}}, "functions"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
          "messages[0].content[0].type"),
+        ({"prediction": "a guess"}, "prediction"),
+        ({"prediction": {"content": "a guess"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "text", "content": "a guess"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": 3}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": [{"type": "image", "text": "a"}]}},
+         "prediction.content[0].type"),
+        ({"prediction": {"type": "content", "content": "a", "n": 1}}, "prediction.n"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[0].tool_calls[0].custom"),
     ],
 )  # fmt: skip

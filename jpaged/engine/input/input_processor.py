@@ -132,6 +132,7 @@ class InputProcessor:
                 is_beam=params.use_beam_search,
                 pools_tokens=per_token,
                 extras=extras,
+                prediction_token_ids=checked.prediction,
             )
             for index in range(params.num_sequences)
         ]

@@ -24,6 +24,7 @@ class ModelLimits:
     processors: tuple[LogitsProcessor, ...] = ()
     known_ids: np.ndarray | None = None  # bool[vocab_size]: ids that may be sampled; None: all
     priorities: bool = False             # the scheduling policy uses the priority of requests
+    speculates: bool = False             # the engine checks drafts, so an expected answer has a use
 
     @classmethod
     def of(cls, runner: Runner[Any], options: EngineOptions) -> "ModelLimits":
@@ -38,4 +39,5 @@ class ModelLimits:
             processors=options.processors,
             known_ids=options.known_ids,
             priorities=options.scheduling.scheduling_policy == "priority",
+            speculates=options.speculation is not None,
         )

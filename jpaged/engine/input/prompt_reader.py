@@ -16,7 +16,7 @@ from jpaged.text.encoder import TokenLimit, text_encoder
 
 Cancelled = Callable[[], bool]
 Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 ACCEPTED = "must be a string, a list of token ids, or a dict with prompt or prompt_token_ids"
 
 
@@ -27,6 +27,7 @@ class CheckedPrompt:
     text: str | None  # None if the caller gave token ids
     token_ids: list[int]
     cache_salt: str
+    prediction: tuple[int, ...] = ()  # expected answer; empty if the engine does not speculate
 
 
 class PromptReader:
@@ -45,7 +46,28 @@ class PromptReader:
         parts = _parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
         token_ids = self._encode(text or "", params, cancelled) if ids is None else self._checked_ids(ids, params)
-        return CheckedPrompt(text, token_ids, parts.get("cache_salt") or "")
+        prediction = self._prediction(parts.get("prediction"), cancelled)
+        return CheckedPrompt(text, token_ids, parts.get("cache_salt") or "", prediction)
+
+    def _prediction(self, given: Any, cancelled: Cancelled) -> tuple[int, ...]:
+        """Check an expected answer, and tokenise its beginning: as many tokens as a request has at most."""
+        name, limits = "prediction", self._limits
+        if given is None:
+            return ()
+        if limits.pooling is not None:
+            raise RequestError(name, given, "is for models that generate; this one does not")
+        if not isinstance(given, str):
+            if isinstance(given, (bytes, bytearray)) or not isinstance(given, (Sequence, np.ndarray)):
+                raise RequestError(name, given, "must be a string, or a list of token ids")
+            return tuple(self._valid_ids(name, given[: limits.max_model_len]))
+        if not limits.speculates or not given:
+            return ()
+        if self._tokenizer is None:
+            accepted = "the model has no tokenizer: give token ids, or start with the option tokenizer"
+            raise RequestError(name, given, accepted)
+        limit = TokenLimit(limits.max_model_len, "right")
+        encoded = text_encoder(self._tokenizer).encode(name, given, limit, special_tokens=False, cancelled=cancelled)
+        return tuple(self._valid_ids(name, encoded.token_ids[: limit.count]))
 
     def _limit(self, params: SamplingParams) -> TokenLimit:
         pooling = self._limits.pooling is not None
@@ -72,7 +94,7 @@ class PromptReader:
 
     def _checked_ids(self, ids: Any, params: SamplingParams | None = None) -> list[int]:
         """params: how to truncate; None means that the ids are truncated already."""
-        name, vocab_size = "prompt_token_ids", self._limits.vocab_size
+        name = "prompt_token_ids"
         if hasattr(ids, "__array__"):
             ids = as_array(name, ids)
             if ids.ndim != 1:
@@ -83,6 +105,11 @@ class PromptReader:
         if limit is not None and limit.truncate is not None:
             ids = ids[: limit.count] if limit.truncate == "right" else ids[-limit.count :]
         self._check_length(name, ids, len(ids))
+        return self._valid_ids(name, ids)
+
+    def _valid_ids(self, name: str, ids: Sequence[Any] | np.ndarray) -> list[int]:
+        """Return token ids as a list of int. Raises RequestError for any other value, and for an unknown id."""
+        vocab_size = self._limits.vocab_size
         token_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         for position, token_id in enumerate(token_ids):
             if type(token_id) is not int:
@@ -123,8 +150,10 @@ def _parts(prompt: Prompt) -> Mapping[str, Any]:
             raise RequestError(str(name), prompt[name], accepted)
     if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
         raise RequestError("prompt", dict(prompt), ACCEPTED)
-    for name in ("prompt", "cache_salt"):
+    for name in ("prompt", "cache_salt", "prediction"):
         text = prompt.get(name)
+        if name == "prediction" and not isinstance(text, str):
+            continue  # token ids, which `PromptReader` checks
         if not isinstance(text, (str, type(None))):
             raise RequestError(name, text, "must be a string")
         try:
