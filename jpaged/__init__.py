@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, EngineError, JPagedError, ModelLoadError, RequestError
+from jpaged.speculation_config import SpeculationConfig
 from jpaged.version import __version__
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
         ScoreOutput,
+        SpeculationStats,
         TokenPoolingOutput,
     )
     from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -41,7 +43,7 @@ _MODULES = {
     "jpaged.llm": ("LLM", "generate"),
     "jpaged.outputs": (
         "ClassificationOutput", "CompletionOutput", "EmbeddingOutput", "EngineStats", "Logprob", "PoolingRequestOutput",
-        "RequestMetrics", "RequestOutput", "ScoreOutput", "TokenPoolingOutput",
+        "RequestMetrics", "RequestOutput", "ScoreOutput", "SpeculationStats", "TokenPoolingOutput",
     ),
     "jpaged.params.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "jpaged.params.pooling": ("PoolingParams",),
@@ -81,6 +83,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "EngineConfig",
+    "SpeculationConfig",
     "EngineArgs",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
@@ -96,6 +99,7 @@ __all__ = [
     "Logprob",
     "RequestMetrics",
     "EngineStats",
+    "SpeculationStats",
     "EngineSnapshot",
     "PoolSnapshot",
     "BlockSnapshot",

@@ -85,6 +85,8 @@ class Generate(SamplingFlags):
             f"KV cache: peak {stats.peak_used_blocks:,} of {stats.num_blocks:,} blocks used "
             f"({stats.peak_used_blocks / stats.num_blocks:.1%}), {stats.kv_waste:.1%} of their slots empty"
         )
+        if (drafts := stats.speculation) is not None:
+            out.print(f"speculation: {drafts.acceptance_rate:.1%} of {drafts.draft_tokens:,} drafts accepted")
         write_json(self.output_json, self._report(options["model"], prompts, answers, tokens, elapsed, stats))
         return 0
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jpaged.errors import RequestError
 from jpaged.load_client.answer import Answer
+from jpaged.load_client.drafts import DraftCounts
 from jpaged.load_client.run import Run
 
 WIDTH = 50  # of the table, in characters
@@ -68,6 +69,7 @@ class BenchmarkMetrics:
     latencies: Mapping[str, Latency]
     max_concurrency: int | None = None
     request_rate: float = math.inf
+    drafts: DraftCounts | None = None  # None: the server does not speculate
 
     @property
     def request_throughput(self) -> float:
@@ -105,6 +107,8 @@ class BenchmarkMetrics:
         lines += [_line(name, value) for name, value in rows if value is not None]
         for latency in self.latencies.values():
             lines += latency.lines()
+        if self.drafts is not None:
+            lines += [f"{'Speculative Decoding':-^{WIDTH}}", *(_line(*row) for row in self.drafts.rows())]
         return "\n".join([*lines, "=" * WIDTH])
 
     def fields(self) -> dict[str, Any]:
@@ -119,7 +123,7 @@ class BenchmarkMetrics:
         }  # fmt: skip
         for latency in self.latencies.values():
             plain |= latency.fields()
-        return plain
+        return plain | ({} if self.drafts is None else self.drafts.fields())
 
 
 def _line(name: str, value: float) -> str:
@@ -135,6 +139,7 @@ def summarise(
     goodput: Mapping[str, float] | None = None,
     max_concurrency: int | None = None,
     request_rate: float = math.inf,
+    drafts: DraftCounts | None = None,
 ) -> BenchmarkMetrics:
     """Summarise a run. goodput: limit of each metric, in milliseconds. A good request is within all limits."""
     good = [answer for answer in run.answers if answer.error is None]
@@ -151,7 +156,7 @@ def summarise(
         max_output_tokens_per_s=float(_output_per_second(good).max()), max_concurrent_requests=_most_at_a_time(good),
         goodput=sum(_is_good(answer, goodput) for answer in good) / run.seconds if goodput else None,
         latencies={metric: Latency.of(metric, values[metric], percentiles) for metric in metrics},
-        max_concurrency=max_concurrency, request_rate=request_rate,
+        max_concurrency=max_concurrency, request_rate=request_rate, drafts=drafts,
     )  # fmt: skip
 
 

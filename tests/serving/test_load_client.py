@@ -1,6 +1,7 @@
 """`jpaged bench serve`: arrivals, metrics of known answers, and whole runs against a server without a model."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import socketserver
@@ -15,6 +16,7 @@ from jpaged.load_client.answer import Answer
 from jpaged.load_client.arrivals import Arrivals
 from jpaged.load_client.backends import BACKENDS, LoadRequest
 from jpaged.load_client.connection import Endpoint
+from jpaged.load_client.drafts import DraftCounts, fetch
 from jpaged.load_client.metrics import details, parse_goodput, summarise
 from jpaged.load_client.run import Run, Target, send_all
 from jpaged.serving.app_options import AppOptions
@@ -93,6 +95,69 @@ def test_metrics_without_a_good_answer():
     metrics = summarise(Run([Answer(0.0, error="no")], 1.0), metrics=METRICS, percentiles=[99])
     assert metrics.completed == metrics.max_concurrent_requests == 0
     assert math.isnan(metrics.latencies["ttft"].mean)
+
+
+METRICS_TEXT = """# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="a } b"}} {drafts}.0
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="a } b"}} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {tokens}
+vllm:spec_decode_num_draft_tokens_total{{engine="1",model_name="m"}} 10.0
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} 7.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} 5.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} {second}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{{engine="0",model_name="m",position="1"}} 1.7e+09
+vllm:num_requests_running{{engine="0"}} 3.0
+"""
+
+
+def metrics_text(drafts: int, tokens: int, second: int) -> str:
+    text = METRICS_TEXT.replace("a } b", "a }} b")
+    return text.format(drafts=drafts, tokens=tokens, second=second)
+
+
+def test_drafts_of_a_run():
+    assert DraftCounts.of_text("vllm:num_requests_running 3.0\n") is None
+    before, after = DraftCounts.of_text(metrics_text(4, 20, 2)), DraftCounts.of_text(metrics_text(9, 40, 4))
+    assert before == DraftCounts(4, 30, 7, (5, 2))
+    seen = after.since(before)
+    assert seen == DraftCounts(5, 20, 0, (0, 2))
+    seen = dataclasses.replace(seen, accepted_tokens=5)
+    metrics = summarise(Run([answer(0.0, 0.5, [0.1], 3)], 1.0), metrics=METRICS, percentiles=[99], drafts=seen)
+    found = {name: value for name, value in metrics.fields().items() if name.startswith("spec_decode_")}
+    assert found == {
+        "spec_decode_acceptance_rate": 25.0, "spec_decode_acceptance_length": 2.0, "spec_decode_num_drafts": 5,
+        "spec_decode_draft_tokens": 20, "spec_decode_accepted_tokens": 5,
+        "spec_decode_per_position_acceptance_rates": [0.0, 0.4],
+    }  # fmt: skip
+    table = metrics.table().splitlines()
+    assert "---------------Speculative Decoding---------------" in table
+    assert "Acceptance rate (%):                     25.00     " in table
+    assert "Draft tokens:                            20        " in table
+
+
+@pytest.mark.usefixtures("ids_below_256")
+def test_the_drafts_of_a_server_are_read_before_and_after_the_run(capsys, url, monkeypatch, tmp_path):
+    told = iter([DraftCounts(4, 20, 7, (5, 2)), DraftCounts(9, 40, 17, (9, 8))])
+    asked = []
+
+    def counts(base: str, headers: dict[str, str], **options) -> DraftCounts:
+        asked.append(base)
+        return next(told)
+
+    monkeypatch.setattr("jpaged.cli.bench.serve.fetch", counts)
+    flags = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    status, out, err = serve(capsys, url, *flags)
+    assert status == 0, err
+    assert asked == [url, url]
+    assert "Acceptance rate (%):                     50.00 " in out
+    assert json.loads((tmp_path / "r.json").read_text())["spec_decode_num_drafts"] == 5
+
+
+def test_a_server_without_readable_metrics(url):
+    options = {"tls": None, "timeout": 5}
+    assert fetch(url, {}, **options) is None  # the fake engine collects no metrics
+    assert fetch(f"{url}/nowhere", {}, **options) is None
+    assert fetch("http://127.0.0.1:1", {}, **options) is None
 
 
 def test_goodput_limits():

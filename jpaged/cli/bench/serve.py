@@ -26,6 +26,7 @@ from jpaged.errors import JPagedError, RequestError
 from jpaged.load_client.arrivals import Arrivals, RampUp
 from jpaged.load_client.backends import BACKENDS, Backend, LoadRequest
 from jpaged.load_client.connection import Endpoint, LoadError
+from jpaged.load_client.drafts import DraftCounts, fetch
 from jpaged.load_client.http_get import get
 from jpaged.load_client.metrics import NAMES, BenchmarkMetrics, details, parse_goodput, summarise
 from jpaged.load_client.run import Run, Target, send_all
@@ -203,10 +204,10 @@ class BenchServe(WorkloadFlags):
         for number, limit in enumerate(self.max_concurrency or (None,)):
             if number:  # new random ids, which the server's prefix cache does not have
                 requests = load(number)
-            run = self._send(target, requests, arrivals, limit)
+            run, drafts = self._send(target, requests, arrivals, limit)
             metrics = summarise(
                 run, metrics=self._metrics(), percentiles=percentiles, goodput=parse_goodput(self.goodput),
-                max_concurrency=limit, request_rate=self.request_rate,
+                max_concurrency=limit, request_rate=self.request_rate, drafts=drafts,
             )  # fmt: skip
             _print_errors(run)
             print(metrics.table(target.backend.generates))
@@ -353,7 +354,13 @@ class BenchServe(WorkloadFlags):
 
     # -- the run and its results
 
-    def _send(self, target: Target, requests: Sequence[LoadRequest], arrivals: Arrivals, limit: int | None) -> Run:
+    def _drafts(self) -> DraftCounts | None:
+        return fetch(self._base, self._headers(), tls=self.server_tls.context(), timeout=GET_SECONDS)
+
+    def _send(
+        self, target: Target, requests: Sequence[LoadRequest], arrivals: Arrivals, limit: int | None
+    ) -> tuple[Run, DraftCounts | None]:
+        """Send a run's requests. Returns also the drafts of the run; None if the server does not speculate."""
         import numpy as np
         from tqdm import tqdm
 
@@ -364,10 +371,13 @@ class BenchServe(WorkloadFlags):
             warm = [requests[index % len(requests)] for index in range(self.num_warmups)]
             asyncio.run(send_all(target, warm, [0.0] * len(warm), max_concurrency=limit))
         times = arrivals.times(len(requests), np.random.default_rng(self.seed))
+        before = self._drafts()
         hidden = self.disable_tqdm or not sys.stderr.isatty()
         with tqdm(total=len(requests), disable=hidden, unit="request", dynamic_ncols=True) as bar:
             bar.set_description("Requests" if limit is None else f"{limit} at a time")
-            return asyncio.run(send_all(target, requests, times, max_concurrency=limit, update=bar.update))
+            run = asyncio.run(send_all(target, requests, times, max_concurrency=limit, update=bar.update))
+        after = None if before is None else self._drafts()
+        return run, None if before is None or after is None else after.since(before)
 
     def _save(self, metrics: BenchmarkMetrics, run: Run, model: str) -> None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -76,6 +76,7 @@ class Throughput(WorkloadFlags):
             "preemptions": stats.preemptions,
             "recomputed_tokens": stats.recomputed_tokens,
             "compiles_after_ready": stats.compiles_after_ready,
+            "speculation": None if stats.speculation is None else dataclasses.asdict(stats.speculation),
             "machine": machine(),
         }
         print(
@@ -90,6 +91,11 @@ class Throughput(WorkloadFlags):
         print(f"KV blocks, peak:          {stats.peak_used_blocks} of {stats.num_blocks}")
         print(f"Prefix hit tokens:        {stats.prefix_hit_tokens}")
         print(f"Preemptions:              {stats.preemptions} ({stats.recomputed_tokens} tokens recomputed)")
+        if (drafts := stats.speculation) is not None:
+            print(
+                f"Drafts accepted:          {drafts.acceptance_rate:.2%} of {drafts.draft_tokens}, "
+                f"{drafts.tokens_per_draft:.2f} tokens per row and step with drafts"
+            )
         print(f"Compiles after ready:     {stats.compiles_after_ready}")
         print("Machine:                  " + ", ".join(f"{name} {value}" for name, value in figures["machine"].items()))
         write_json(self.output_json, figures)
