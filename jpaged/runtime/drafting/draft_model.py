@@ -28,6 +28,7 @@ from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
+from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slices, slots
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import Field
@@ -35,11 +36,6 @@ from jpaged.runtime.step.batch import SPARE_UPDATES, KVGroupRows
 from jpaged.runtime.step.forward import PagedAttend, flat_weights
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages
-
-
-def _slices(sizes: dict[str, int]) -> dict[str, slice]:
-    ends = np.cumsum(list(sizes.values()))
-    return {name: slice(int(end) - size, int(end)) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +49,7 @@ class AbsorbShape:
     @functools.cached_property
     def cuts(self) -> dict[str, slice]:
         """Slice of each part in the packed int32 array, by name."""
-        return _slices({"rows": self.rows, "first": self.rows, "num_tokens": self.rows, "tokens": self.tokens})
+        return slices({"rows": self.rows, "first": self.rows, "num_tokens": self.rows, "tokens": self.tokens})
 
     @property
     def packed_size(self) -> int:
@@ -87,7 +83,7 @@ class ProposeShape:
     def cuts(self) -> dict[str, slice]:
         """Slice of each part in the packed int32 array, by name."""
         rows = ("rows", "num_drafts", "num_known", "continues")
-        return _slices(dict.fromkeys(rows, self.rows) | {"updates": 3 * self.max_updates, "known": self.tokens})
+        return slices(dict.fromkeys(rows, self.rows) | {"updates": 3 * self.max_updates, "known": self.tokens})
 
     @property
     def packed_size(self) -> int:
@@ -170,13 +166,13 @@ def absorb(
     """Write KV of known tokens. Donate `state`. table, blocks: of the target's `DeviceState`, only read."""
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     rows = jnp.where(part["rows"] < 0, len(table), part["rows"])
-    tables = _block_tables(blocks, rows, options.columns)
-    starts = _exclusive_sum(part["num_tokens"])
-    row, index = _rows_of_tokens(starts, shape.tokens)
+    tables = block_tables(blocks, rows, options.columns)
+    starts = exclusive_sum(part["num_tokens"])
+    row, index = rows_of_tokens(starts, shape.tokens)
     real = jnp.arange(shape.tokens) < starts[-1]
     positions = jnp.where(real, part["first"][row] + index, 0)
     lens = jnp.where(part["num_tokens"] > 0, part["first"] + part["num_tokens"], 0)
-    metadata = KVGroupRows(tables, _slots(tables, row, positions, real, shape.block_size), lens, starts)
+    metadata = KVGroupRows(tables, slots(tables, row, positions, real, shape.block_size), lens, starts)
     rope_lens = jnp.take(table[:, Field.ROPE_LEN], rows, mode="clip")[row]
     pages = as_pages(state[0], page_v_dim)
     _, pages = _decode(params, pages, metadata, part["tokens"], positions, rope_lens, shape.tokens, options)
@@ -198,7 +194,7 @@ def propose(
     updates = part["updates"].reshape(-1, 3)
     changed = jnp.where(updates[:, 0] < 0, len(table), updates[:, 0])
     blocks = blocks.at[changed, updates[:, 1]].set(updates[:, 2], mode="drop")
-    work = _Proposal(params, fields, _block_tables(blocks, rows, options.columns), part["num_drafts"], shape, options)
+    work = _Proposal(params, fields, block_tables(blocks, rows, options.columns), part["num_drafts"], shape, options)
     pages, draft = work.first_pass(as_pages(state[0], page_v_dim), part, jnp.take(state[1], rows, axis=0, mode="clip"))
     drafts = jnp.full((shape.rows, shape.drafts), -1, jnp.int32).at[:, 0].set(draft)
 
@@ -236,17 +232,17 @@ class _Proposal:
         has_tail = (part["continues"] > 0) & (tail[:, 0] == length - 1)
         known = part["num_known"]
         num_tokens = jnp.where(takes_part, known + has_tail + 1, 0)
-        starts = _exclusive_sum(num_tokens)
-        row, index = _rows_of_tokens(starts, shape.tokens)
+        starts = exclusive_sum(num_tokens)
+        row, index = rows_of_tokens(starts, shape.tokens)
         real = jnp.arange(shape.tokens) < starts[-1]
-        from_host = part["known"][jnp.minimum(_exclusive_sum(known)[row] + index, shape.tokens - 1)]
+        from_host = part["known"][jnp.minimum(exclusive_sum(known)[row] + index, shape.tokens - 1)]
         from_table = jnp.where(index == num_tokens[row] - 1, self.fields[row, Field.LAST_TOKEN], tail[row, 1])
         token_ids = jnp.where(index < known[row], from_host, from_table)
         positions = jnp.where(real, (length + 1 - num_tokens)[row] + index, 0)
-        slots = _slots(self.tables, row, positions, real, shape.block_size)
+        slot = slots(self.tables, row, positions, real, shape.block_size)
         lens = jnp.where(takes_part, length + 1, 0)
         hidden, pages = _decode(
-            self.params, pages, KVGroupRows(self.tables, slots, lens, starts), token_ids, positions,
+            self.params, pages, KVGroupRows(self.tables, slot, lens, starts), token_ids, positions,
             self.fields[row, Field.ROPE_LEN], shape.tokens, self.options,
         )  # fmt: skip
         hidden = jnp.take(hidden, jnp.maximum(starts[1:] - 1, 0), axis=0, mode="clip")
@@ -258,13 +254,13 @@ class _Proposal:
         """One token per row, draft i, at position LENGTH + i. Rows with at most i drafts write nothing."""
         positions, row = self.fields[:, Field.LENGTH] + i, jnp.arange(self.shape.rows)
         writes = i < self.num_drafts
-        slots = _slots(self.tables, row, positions, writes, self.shape.block_size)
+        slot = slots(self.tables, row, positions, writes, self.shape.block_size)
         count = self._num_rows
         # a row without a draft has one key, any key: its results are not used, and must be finite
         lens = jnp.where(row < count, jnp.where(writes, positions + 1, 1), 0)
         starts = jnp.minimum(jnp.arange(self.shape.rows + 1), count)
         hidden, pages = _decode(
-            self.params, pages, KVGroupRows(self.tables, slots, lens, starts), draft, positions,
+            self.params, pages, KVGroupRows(self.tables, slot, lens, starts), draft, positions,
             self.fields[:, Field.ROPE_LEN], 1, self.options,
         )  # fmt: skip
         return pages, self._drafts(hidden, positions + 1)
@@ -299,30 +295,6 @@ def _decode(
         num_tokens=count, gated_dot=options.gated_dot,
     )  # fmt: skip
     return hidden, pages
-
-
-def _block_tables(blocks: Array, rows: Array, columns: TableColumns) -> Int[Array, "rows width"]:
-    return jnp.take(blocks[:, columns.first : columns.first + columns.width], rows, axis=0, mode="clip")
-
-
-def _exclusive_sum(counts: Int[Array, " rows"]) -> Int[Array, " rows_plus_1"]:
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-
-
-def _rows_of_tokens(
-    starts: Int[Array, " rows_plus_1"], tokens: int
-) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-    """Row of each token, and the token's index in its row. Padding tokens are in the last row."""
-    token = jnp.arange(tokens)
-    row = jnp.minimum(jnp.sum(token[:, None] >= starts[None, 1:], axis=1), len(starts) - 2)
-    return row, token - starts[row]
-
-
-def _slots(tables: Array, row: Array, positions: Array, writes: Array, block_size: int) -> Int[Array, " tokens"]:
-    """KV slot of each token. -1, which drops the write, for tokens that must not write or lie past the block table."""
-    index = positions // block_size
-    block = tables[row, jnp.minimum(index, tables.shape[1] - 1)]
-    return jnp.where(writes & (index < tables.shape[1]), block * block_size + positions % block_size, -1)
 
 
 def propose_of_arrays(weights: tuple[Array, ...], *arrays: Any, weight_tree: Any, **options: Any) -> Any:

@@ -48,7 +48,7 @@ class TableColumns:
         return cls(kv_groups.windows.index(None) * width, width)
 
 
-# The arrays of a `DraftState` as programs take and return them: page arrays, tail, hidden, first_block.
+# The arrays of a `DraftState` as programs take and return them: page arrays, tail, hidden, progress.
 DraftArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf]
 
 
@@ -63,14 +63,15 @@ class DraftState:
     tail: Leaf
     # Head: [rows, hidden_size], the head's output at the row's last absorbed position. Draft model: [0, 0]
     hidden: Leaf
-    # Head: int32[rows], index of the first block with KV of the head. Draft model: [0]
-    first_block: Leaf
+    # Head: int32[rows, 2], (next index, first block). The head has absorbed all indices of a row from the start of the
+    # first block to the one before the next index. Attention sees no others. Draft model: [0, 2]
+    progress: Leaf
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
 
     @property
     def arrays(self) -> DraftArrays:
         """The arrays as plain tuples, the arguments of programs."""
-        return self.page_arrays, self.tail, self.hidden, self.first_block
+        return self.page_arrays, self.tail, self.hidden, self.progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def draft_state_shapes(
         page_arrays=((page.data, page.scales),) * spec.num_layers,
         tail=array(np.int32, 0 if sizes.is_head else sizes.rows, 2),
         hidden=array(dtype, head_rows, spec.hidden_size if sizes.is_head else 0),
-        first_block=array(np.int32, head_rows),
+        progress=array(np.int32, head_rows, 2),
         page_v_dim=page.v_dim,
     )
 
