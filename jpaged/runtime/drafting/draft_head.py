@@ -135,7 +135,7 @@ def pack_head_propose(
 ) -> np.ndarray:
     """Input of `propose_head`: int32[packed_size].
 
-    rows, num_drafts: int32[R], of the step plan. updates: int32[U, 3], as of `step.batch.block_updates`. Raises
+    rows, num_drafts: int32[R], of the step plan. updates: int32[U, 3], from `step.batch.block_updates`. Raises
     ValueError if more updates come than the program takes.
     """
     first, end = columns.first, columns.first + columns.width

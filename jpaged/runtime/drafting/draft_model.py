@@ -120,7 +120,7 @@ def pack_propose(
     num_known:  int32[R]  known tokens without KV, which end before the tail or before LAST_TOKEN
     continues:  bool[R]   the step before was the verify step of the row's last proposal
     known:      int32[sum(num_known)]
-    updates:    int32[U, 3]  the plan's changes of block tables, as of `step.batch.block_updates`
+    updates:    int32[U, 3]  the plan's changes of block tables, from `step.batch.block_updates`
 
     Raises ValueError if more tokens or updates come than the program takes. `ModelDrafts` never plans as many.
     """
