@@ -5,7 +5,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jpaged import metrics
 from jpaged.metrics import EngineMetricsSnapshot
@@ -28,6 +28,13 @@ class Counter(Metric):
     """A value that only grows, until `reset_stats`: an integer, or a float in seconds."""
 
     value: int | float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """Counters of `vllm:spec_decode_num_accepted_tokens_per_pos`, one for each position of a draft."""
+
+    values: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +63,9 @@ class MetricFamily:
     name: str
     text: str
     metrics: tuple[Counter, ...] | tuple[Gauge, ...] | tuple[Histogram, ...]
+
+
+POSITION = "position"  # label: index in a row's drafts
 
 # vLLM's histograms: field of `RequestHistograms`, name, help.
 REQUEST_HISTOGRAMS = (
@@ -168,7 +178,7 @@ class _Families:
         by_position = {str(position): count for position, count in enumerate(stats.accepted_per_position)}
         yield self._counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that became tokens, by position in a row's drafts.",
-            "position", by_position,
+            POSITION, by_position,
         )  # fmt: skip
         yield self._gauge(
             "jpaged:spec_decode_drafts_per_row", "Chosen number of drafts per decode, mean over the last steps.",
@@ -267,6 +277,23 @@ def _histogram(name: str, labels: dict[str, str], values: metrics.Histogram) -> 
 def _info(name: str, text: str, labels: dict[str, str]) -> MetricFamily:
     """Return a family that has its information in the labels. Its value is always 1."""
     return MetricFamily(name, text, (Gauge(name, labels, 1),))
+
+
+def metrics_of(families: Iterable[MetricFamily]) -> list[Metric]:
+    """Return the metrics of families, as vLLM's `LLM.get_metrics`: counters by position become a `Vector`."""
+    made: list[Metric] = []
+    for family in families:
+        if POSITION not in family.metrics[0].labels:
+            made += family.metrics
+            continue
+        vectors: dict[tuple[tuple[str, str], ...], Vector] = {}
+        for metric in family.metrics:
+            assert isinstance(metric, Counter)
+            labels = {name: value for name, value in metric.labels.items() if name != POSITION}
+            vector = vectors.setdefault(tuple(labels.items()), Vector(family.name, labels, []))
+            vector.values.append(int(metric.value))
+        made += vectors.values()
+    return made
 
 
 def families_of(snapshots: Sequence[EngineMetricsSnapshot], model_name: str) -> Iterator[MetricFamily]:

@@ -10,7 +10,7 @@ from jpaged.engine.observe.engine_stats import total_stats
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import BuiltEngine
 from jpaged.lifetime import OwnProcess
-from jpaged.metric_families import Metric, families_of
+from jpaged.metric_families import Metric, families_of, metrics_of
 from jpaged.metrics import EngineMetricsSnapshot
 from jpaged.outputs import EngineStats
 from jpaged.params.pooling import PooledModel
@@ -99,13 +99,14 @@ class EngineAccess:
     def get_metrics(self) -> list[Metric]:
         """Return the engines' metrics: vLLM's names, and further metrics with the prefix `jpaged:`.
 
-        Each is a `Counter`, `Gauge` or `Histogram` of `jpaged.metric_families`. The label `model_name` is the engine's
-        `model`, and `engine` its index. Raises RequestError with `disable_log_stats`, and EngineError after `close`.
+        Each is a `Counter`, `Gauge`, `Histogram` or `Vector` of `jpaged.metric_families`. The label `model_name` is the
+        engine's `model`, and `engine` its index. Raises RequestError with `disable_log_stats`, and EngineError after
+        `close`.
         """
         snapshots = [each for each in (engine.metrics() for engine in self.engines) if each is not None]
         if not snapshots:
             raise RequestError("disable_log_stats", True, "must be False for get_metrics: make the engine without it")
-        return [metric for family in families_of(snapshots, self.config.model) for metric in family.metrics]
+        return metrics_of(families_of(snapshots, self.config.model))
 
     def reset_stats(self) -> None:
         """Set counters and peaks of the statistics to zero."""

@@ -13,7 +13,7 @@ from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.observe.engine_metrics import STEP_KINDS, VERIFY, EngineMetrics
 from jpaged.engine.observe.engine_stats import FRESH, EngineCounters, SpeculationCounters, total_stats
 from jpaged.engine.step_plan import StepPlan
-from jpaged.metric_families import families_of
+from jpaged.metric_families import Vector, families_of, metrics_of
 from jpaged.metrics import EngineMetricsSnapshot, PhaseSeconds
 from jpaged.outputs import SpeculationStats
 from jpaged.serving.admin.metrics import EngineCollector
@@ -83,6 +83,17 @@ def test_families_have_vllms_names():
     by_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].metrics
     assert [(metric.labels["position"], metric.value) for metric in by_position] == [("0", 4), ("1", 2), ("2", 1)]
     assert not any("spec_decode" in family.name for family in families_of([snapshot_of(None)], "m"))
+
+
+def test_get_metrics_has_vllms_vector():
+    other = dataclasses.replace(STATS, accepted_per_position=(3, 3, 1))
+    found = metrics_of(families_of([snapshot_of(STATS), snapshot_of(other)], "m"))
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    assert [metric for metric in found if metric.name == name] == [
+        Vector(name, {"model_name": "m", "engine": "0"}, [4, 2, 1]),
+        Vector(name, {"model_name": "m", "engine": "1"}, [3, 3, 1]),
+    ]
+    assert sum(metric.name == "vllm:prompt_tokens" for metric in found) == 2
 
 
 def test_the_docs_list_every_metric():
