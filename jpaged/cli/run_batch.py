@@ -72,7 +72,10 @@ class RunBatch(ChatFlags):
                 print(f"{self.output_file} has all {len(expected)} answers")
                 return 0
             engine = AsyncLLM(**options)
-            server = Server(engine=engine, model_names=names, chat=chat, template_kwargs=self.chat_template_kwargs)
+            server = Server(
+                engine=engine, model_names=names, chat=chat, config=engine.config,
+                template_kwargs=self.chat_template_kwargs,
+            )  # fmt: skip
             # Kept responses would fill the memory, and no client can retrieve them.
             app = create_app(server, AppOptions(ui=False, keep_responses=False))
             limit = self.max_inflight or INFLIGHT_PER_ROW * engine.max_num_seqs
