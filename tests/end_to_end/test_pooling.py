@@ -388,3 +388,8 @@ def test_async_encode_gives_what_embed_gives(bare, embedder):
         assert asyncio.run(run(engine)) == wanted
     finally:
         engine.close()
+
+
+def test_a_classifier_has_no_drafts(classifier):
+    with pytest.raises(RequestError, match=r"^speculative_config is for models that generate; this one does not"):
+        LLM(classifier, speculative_config={"method": "ngram"}, **OPTIONS)
