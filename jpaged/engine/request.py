@@ -131,7 +131,6 @@ class Request:
     is_beam: bool = False          # the host chooses the next token, from the candidates of all beams
     pools_tokens: bool = False     # the answer has a vector for each token of the prompt
     extras: SamplingExtras | None = None  # sampling state that has no column in the request table
-    prediction_token_ids: tuple[int, ...] = ()  # expected answer, whose tokens may become drafts; empty: none
 
     token_ids: list[int] = dataclasses.field(init=False)     # known tokens: the prompt, then the output
     sampler: SamplerVariant = dataclasses.field(init=False)  # smallest sampler that a step needs for this request

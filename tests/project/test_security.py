@@ -39,7 +39,6 @@ ALLOWED = {
     ("pallas_kernels/native/library.py", "call import_module"): "imports a kernel from a table of names",
     ("pallas_kernels/paged_attention/__init__.py", "call import_module"): "imports one module, when it is needed",
     ("pallas_kernels/quantized_dot/__init__.py", "call import_module"): "the same",
-    ("jpaged/speculation_config.py", "call import_module"): "imports the function that the operator names",
     ("jpaged/cli/inspect.py", "import ssl"): "a type",
     ("jpaged/cli/flags/client_tls.py", "import ssl"): "a type",
     ("jpaged/load_client/http_get.py", "import http.client"): "asks the server that the user names",
