@@ -142,6 +142,43 @@ class DraftPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AbsorbPlan:
+    """Known tokens whose KV a draft model computes before it proposes. One run of an `absorb` program."""
+
+    rows: np.ndarray        # int32[A]  row of the request table; a row is in it once
+    first: np.ndarray       # int32[A]  position of the row's first token
+    num_tokens: np.ndarray  # int32[A]
+    tokens: np.ndarray      # int32[N]  token ids, concatenated in the order of the rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelDraftPlan:
+    """Input of a draft model in a verify step. R rows, those of the step's plan.
+
+    The draft model runs before the forward pass: first the entries of `absorbs`, in order, then the proposal.
+    """
+
+    num_drafts: np.ndarray  # int32[R]  drafts that the model proposes; 0: the row takes no part
+    # int32[R]  known tokens that the proposal computes first. They end before LAST_TOKEN. 0 if the row continues
+    num_known: np.ndarray
+    # bool[R]  the row's step in flight verifies the model's last proposal. Only the device knows the accepted drafts
+    continues: np.ndarray
+    known: np.ndarray       # int32[sum(num_known)]  token ids, concatenated in the order of the rows
+    absorbs: tuple[AbsorbPlan, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """Input of a draft head after a step's sample program. R rows, those of the step's plan."""
+
+    next_tokens: np.ndarray  # int32[R]  token after a chunk that is not the prompt's last; -1: the row has sampled it
+    starts: np.ndarray       # bool[R]   the head has not absorbed the row's step before this one
+    # int32[R]  of rows that start: first block of the cached prefix with KV of the head. -1: none, so the head's
+    # context starts at the next block boundary
+    first_block: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """Input of one step, as host arrays.
 
@@ -181,6 +218,8 @@ class StepPlan:
     # budgets). The step does not sample until `Runner.sample` is called with them.
     waits_for_masks: bool = False
     drafts: DraftPlan | None = None  # not None: a verify step
+    model_drafts: ModelDraftPlan | None = None  # work of a draft model, before the step
+    head: HeadPlan | None = None                # work of a draft head, after the step
 
     @property
     def decodes_only(self) -> bool:
