@@ -275,12 +275,12 @@ def propose_head(
             as_pages(page_arrays, page_v_dim), draft, before, positions, row, writes, starts, lens,
             fields[:, Field.ROPE_LEN], 1,
         )  # fmt: skip
-        draft = work.drafts(out, fields, positions + 2, num_rows)
+        draft = work.drafts(out, fields, positions + 2, num_rows, shape.variant)
         return page_arrays_of(pages), out, lax.dynamic_update_slice(drafts, draft[:, None], (0, i))
 
     out = jnp.take(state[2], rows, axis=0, mode="clip")
     drafts = jnp.zeros((shape.rows, shape.drafts), jnp.int32)
-    drafts = drafts.at[:, 0].set(work.drafts(out, fields, length + 1, num_rows))
+    drafts = drafts.at[:, 0].set(work.drafts(out, fields, length + 1, num_rows, shape.variant))
     page_arrays, _, drafts = lax.fori_loop(1, jnp.max(num_drafts), one_pass, (state[0], out, drafts))
     drafts = jnp.where(jnp.arange(shape.drafts) < num_drafts[:, None], drafts, -1)
     return (page_arrays, *state[1:]), drafts
@@ -326,8 +326,9 @@ class _HeadWork:
         return out, (page,)
 
     def drafts(
-        self, out: Float[Array, "rows hidden"], fields: Array, positions: Array, num_rows: Array
-    ) -> Int[Array, " rows"]:
+        self, out: Float[Array, "rows hidden"], fields: Array, positions: Array, num_rows: Array,
+        variant: SamplerVariant,
+    ) -> Int[Array, " rows"]:  # fmt: skip
         """The draft of each row, from the layer's output. positions: of the drafts."""
         options, spec = self.options, self.options.spec
         logits = head_logits(
@@ -336,7 +337,7 @@ class _HeadWork:
         )  # fmt: skip
         vocab = min(spec.num_logits, options.target_spec.vocab_size)
         drafts = choose_drafts(
-            logits, fields, positions, vocab=vocab, variant=self.shape.variant,
+            logits, fields, positions, vocab=vocab, variant=variant,
             options=SamplerOptions(0, rows_per_search=options.rows_per_search),
         )  # fmt: skip
         return to_target_ids(self.params, drafts)

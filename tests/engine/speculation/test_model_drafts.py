@@ -1,30 +1,13 @@
 """The host's bookkeeping of a draft model and of a head, with a pretended device that checks every proposal."""
 
 import random
-import types
 
 import pytest
 
-from jpaged.engine.kv_cache.block_table import BlockTable, KVState
 from jpaged.engine.speculation.model_drafts import DraftRow, HeadDrafts, HeadRow, ModelDrafts
+from tests.engine.speculation.fake_request import BLOCK, FakeRequest
 
-BLOCK, K, MAX_LEN = 4, 3, 60
-
-
-class FakeRequest:
-    """Tokens, a row and a block table."""
-
-    def __init__(self, prompt, row, blocks=()):
-        self.token_ids = list(prompt)
-        self.schedule = types.SimpleNamespace(row=row)
-        self.kv = KVState(b"root", block_tables=[BlockTable([]), BlockTable(list(blocks))])
-
-    def grow(self, num_tokens, free):
-        """Name the full blocks of known tokens, and allocate blocks for `num_tokens` tokens."""
-        self.kv.names(self.token_ids, len(self.token_ids) // BLOCK, BLOCK)
-        blocks = self.kv.block_tables[1].blocks
-        while len(blocks) * BLOCK < num_tokens:
-            blocks.append(free.pop(0))
+K, MAX_LEN = 3, 60
 
 
 class FakeDevice:

@@ -14,7 +14,7 @@ from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step.batch import block_updates
 from jpaged.runtime.store.stored_programs import ProgramStore
 from pallas_kernels.cpu_kernels import kernels_of_model
-from tests.engine.speculation.test_model_drafts import FakeRequest
+from tests.engine.speculation.fake_request import FakeRequest
 from tests.support.random_decoder import BLOCK, CONFIG, SPEC, dense_continuation, random_params
 from tests.support.row_inits import make_row
 
