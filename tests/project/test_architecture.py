@@ -86,6 +86,12 @@ ROOMS = {
         "files": {"schemas", "web", "openai_api"},
         "admin": {"schemas", "web", "openai_api"},
     },
+    "jpaged.engine": {
+        "kv_cache": set(),
+        "grammar": set(),
+        "speculation": set(),
+        "scheduling": {"kv_cache", "speculation"},
+    },
     "jpaged.runtime": {
         "store": set(),
         "sampling": set(),

@@ -21,7 +21,7 @@ NO_DRAFTS = 0         # the choice of the decode program. Other choices are size
 
 @dataclasses.dataclass(slots=True)
 class _RowBucket:
-    """What is known about steps with a similar number of rows."""
+    """Choices and trials of steps with a similar number of rows."""
 
     size: int                  # rows of the decode program
     choice: int = NO_DRAFTS    # the last choice
@@ -89,7 +89,7 @@ class DraftBudget:
     def may_pay(self, rows: Sequence[AcceptRate]) -> bool:
         """Whether drafts could pay for these rows if every row had `max_drafts`. Ask before the host makes drafts.
 
-        False counts as a step. Takes 4 us for 1 row, 25 us for 256.
+        False counts as a step. Takes 10 us for 64 rows, 17 us for 256 (a Xeon of 2 shared cores).
         """
         if self.verify_sizes and 0 < len(rows) < self.verify_sizes[-1]:
             bucket = self._bucket(len(rows))
@@ -98,13 +98,20 @@ class DraftBudget:
         self._step += 1
         return False
 
+    def is_paused(self, row: AcceptRate) -> bool:
+        """Whether a row gets no drafts for now, because its drafts were rejected. The host need not propose any."""
+        return row.paused_until > self._step
+
     def choose(self, rows: Sequence[AcceptRate], available: Sequence[int]) -> list[int]:
         """Return the number of drafts for each row. All 0: run the decode program.
 
-        rows: acceptance of the requests of the step, each of which samples one token at least.
+        rows: acceptance of the requests of the step. Each samples at least one token.
         available: drafts that each row has or could have, from 0 to `max_drafts`.
 
-        Otherwise the drafts fill the smallest verify program that they and the rows fit into.
+        Otherwise run the smallest verify program that the rows and the drafts fit into.
+
+        Takes 11 us for 64 rows and 17 us for 256 if no drafts can pay. Otherwise 30, 45 and 125 us for 8, 64 and 256
+        rows (5 drafts, 8 verify programs, a Xeon of 2 shared cores).
         """
         self._step += 1
         num_rows = len(rows)
@@ -138,11 +145,12 @@ class DraftBudget:
         return self._buckets[min(index, len(self._buckets) - 1)]
 
     def _bound_pays(self, rows: Sequence[AcceptRate], bucket: _RowBucket) -> bool:
-        """Whether some verify program could be the best. Sums an upper bound of the accepted drafts in 15 us."""
+        """Whether some verify program could be the best. Compares an upper bound of the accepted drafts."""
         plain = self._times.seconds(ProgramKind.DECODE, bucket.size)
         if plain is None:
             return False
-        chances, num_rows = [row.chance for row in rows], len(rows)
+        step, num_rows = self._step, len(rows)
+        chances = [row.chance if row.paused_until <= step else 0.0 for row in rows]
         highest = max(chances)
         most = sum(chances) * (1 - highest**self._max_drafts) / (1 - highest)
         return any(

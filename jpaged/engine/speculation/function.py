@@ -22,7 +22,7 @@ class FunctionDrafter:
     runs, no request advances. Nothing stops a function that takes long, so it must return within tens of microseconds.
     It runs once for each request of a step, and may keep state of its own.
 
-    A function that raises, or returns something else than at most `count` valid token ids, gives no draft. The first
+    A function that raises, or returns anything but at most `count` valid token ids, gives no draft. The first
     such call of each kind is logged as a warning. It never fails a request, because drafts do not decide tokens.
     """
 

@@ -3,7 +3,7 @@
 import collections
 import enum
 
-WINDOW = 7  # measurements of which the estimate is the lower quartile
+WINDOW = 7  # the estimate is the lower quartile of this number of measurements
 
 
 class ProgramKind(enum.Enum):

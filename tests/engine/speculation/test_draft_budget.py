@@ -1,5 +1,6 @@
 """The budget of drafts, on simulated devices whose times and acceptance are known."""
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.engine.speculation.accept_rate import LEAST_START, LONGEST_PAUSE, AcceptRate
+from jpaged.engine.speculation.accept_rate import FIRST_PAUSE, LEAST_START, LONGEST_PAUSE, AcceptRate
 from jpaged.engine.speculation.draft_budget import FIRST_TRIAL, STICK, DraftBudget
 from jpaged.engine.speculation.program_times import ProgramKind, ProgramTimes
 
@@ -92,10 +93,10 @@ def test_it_converges_to_the_best_program(name, num_rows, chance):
     """Within 2% of the best choice, drafts that are wrong and trials included."""
     device = Device(DEVICES[name], seed=num_rows, noise=0.02)
     chances = [chance * (1 + 0.08 * (row % 3 - 1)) for row in range(num_rows)]
-    for _ in range(200):
+    for _ in range(150):
         device.step(chances)
     tokens = seconds = 0.0
-    for _ in range(400):
+    for _ in range(250):
         counts = device.step(chances)
         rate = device.rate(counts, chances)
         kind, size = device.program(counts)
@@ -109,7 +110,7 @@ def test_the_choice_does_not_alternate(name):
     device = Device(DEVICES[name], noise=0.05)
     chances = [0.7] * 6
     programs = [device.program(device.step(chances)) for _ in range(600)][100:]
-    changes = sum(a != b for a, b in zip(programs, programs[1:], strict=False))
+    changes = sum(a != b for a, b in itertools.pairwise(programs))
     assert changes <= 12  # two for each trial: at most three trials, and a late measurement
 
 
@@ -120,7 +121,7 @@ def test_rising_load_ends_drafts():
         counts = [sum(device.step([0.6] * num_rows)) for _ in range(100)]
         drafts.append(sum(counts[50:]) / 50 / num_rows)
     assert drafts[0] > 2
-    assert all(b <= a + 0.3 for a, b in zip(drafts, drafts[1:], strict=False))
+    assert all(b <= a + 0.3 for a, b in itertools.pairwise(drafts))
     assert max(drafts[-2:]) < 0.05  # trials
 
 
@@ -146,7 +147,8 @@ def test_it_never_chooses_a_program_that_its_own_estimates_call_slower(data):
             tokens = sum(sum(r.chance**j for j in range(c + 1)) for r, c in zip(rows, counts, strict=True))
             return tokens / (budget.seconds(VERIFY, size) + budget.seconds(PROPOSE, bucket))
 
-        drafts = sorted(((r.chance**j, i) for i, r in enumerate(rows) for j in range(1, available[i] + 1)), reverse=True)
+        drafts = [(r.chance**j, i) for i, r in enumerate(rows) for j in range(1, available[i] + 1)]
+        drafts.sort(reverse=True)
         others = [plain]
         for size in VERIFY_SIZES:
             if n < size:
@@ -164,8 +166,8 @@ def test_a_losing_program_is_tried_again_with_growing_pauses():
     tries = [step for step in range(6000) if any(device.step([0.6] * 32))]
     first = [step for step in tries if step < FIRST_TRIAL]
     assert len(first) == 2  # the two programs that hold 32 rows and a draft: 64 and 128 tokens
-    pauses = [b - a for a, b in zip(tries[1:], tries[2:], strict=False)]
-    assert all(b > 1.4 * a for a, b in zip(pauses, pauses[1:], strict=False))
+    pauses = [b - a for a, b in itertools.pairwise(tries[1:])]
+    assert all(b > 1.4 * a for a, b in itertools.pairwise(pauses))
     assert len(tries) < 10
 
 
@@ -200,6 +202,18 @@ def test_rejected_rows_get_no_drafts_and_are_tried_rarely():
     chances[0] = 0.9
     counts = [device.step(chances) for _ in range(2 * LONGEST_PAUSE)]
     assert all(each[0] for each in counts[-50:])
+
+
+def test_the_host_need_not_propose_for_a_paused_row():
+    device = Device(DEVICES["memory-bound"])
+    while not device.rows or not device.budget.is_paused(device.rows[0]):
+        assert device.budget.may_pay(device.rows) or not device.rows or device.budget.seconds(DECODE, 1) is None
+        device.step([0.0])
+    assert not device.budget.may_pay(device.rows)
+    for _ in range(FIRST_PAUSE):
+        device.step([0.0])
+    assert device.budget.may_pay(device.rows)
+    assert not device.budget.is_paused(device.rows[0])
 
 
 def test_a_drafter_that_takes_long_is_not_used():
