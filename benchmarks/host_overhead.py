@@ -87,7 +87,9 @@ class NoDevice:
     transfer_costs = None
     min_jump_per_request = 0.0
     max_drafts = 0
-    verify_sizes = decode_sizes = ()
+    verify_sizes: tuple[int, ...] = ()
+    decode_sizes: Sequence[int] = ()
+    device_drafter = None
 
     def __init__(self, max_num_seqs: int, windows: tuple[int | None, ...]):
         self.max_num_seqs = max_num_seqs

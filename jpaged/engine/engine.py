@@ -235,7 +235,7 @@ class Engine:
         step = self.pipeline.step_without_masks()
         if step is None:
             return []
-        masks, outputs = self._outputs.late_masks(step)
+        masks, outputs = self._outputs.late_masks(step, self.pipeline.proposed)
         try:
             self.pipeline.sample(masks)
         except BaseException as error:
@@ -251,6 +251,7 @@ class Engine:
         self.pipeline.drop()
         failed = self._outputs.fail_touched()
         self._manager.pool.forget_all()
+        self.scheduler.note_kv_lost()
         return failed
 
     # -- handing KV over ----------------------------------------------------------------------------------------
@@ -358,6 +359,7 @@ class Engine:
         Running requests are preempted, and recompute their KV after `wake_up`. No step may run until then.
         """
         self.reset_prefix_cache(reset_running_requests=True)
+        self.scheduler.note_kv_lost()
         self.runner.release()
         self._asleep = frozenset(("weights", "kv_cache"))
 
@@ -424,5 +426,4 @@ class Engine:
         config = self.options.speculation
         if config is None:
             return None
-        runner = self.runner
-        return Speculation.create(config, runner.max_drafts, runner.decode_sizes, runner.vocab_size)
+        return Speculation.create(config, self.runner)

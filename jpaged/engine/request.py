@@ -130,6 +130,7 @@ class Request:
     arrival: int = -1              # position in the order of arrival; set by `admit`
     is_beam: bool = False          # the host chooses the next token, from the candidates of all beams
     pools_tokens: bool = False     # the answer has a vector for each token of the prompt
+    prediction_token_ids: tuple[int, ...] = ()  # expected answer, whose tokens may become drafts; empty: none
     extras: SamplingExtras | None = None  # sampling state that has no column in the request table
 
     token_ids: list[int] = dataclasses.field(init=False)     # known tokens: the prompt, then the output

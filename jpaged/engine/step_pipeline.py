@@ -14,9 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Generic, Literal
 
+import numpy as np
+
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import HandleT, RowMask, Runner, StepPlan
 from jpaged.engine.strategies import CollectedStep
+from jpaged.errors import EngineError
 from jpaged.metrics import PhaseSeconds
 
 logger = logging.getLogger(__name__)
@@ -94,6 +97,13 @@ class StepPipeline(Generic[HandleT]):
         """The newest step in flight, if it waits for masks."""
         in_flight = self._in_flight[-1] if self._in_flight else None
         return None if in_flight is None or not in_flight.step.plan.waits_for_masks else in_flight.step
+
+    def proposed(self) -> np.ndarray:
+        """Drafts of the device for the newest step in flight, which waits for masks. See `Runner.proposed`."""
+        in_flight = self._in_flight[-1]
+        if in_flight is None:
+            raise EngineError("no step is in flight")
+        return self.runner.proposed(in_flight.handle)
 
     def sample(self, masks: Sequence[RowMask]) -> None:
         """Let the newest step in flight sample. masks: the masks that it waits for."""

@@ -278,6 +278,17 @@ class StepResult:
     num_accepted: np.ndarray | None = None  # int32[rows of the plan]  accepted drafts; None: not a verify step
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceDrafter:
+    """A drafter on the device, as the engine sees it."""
+
+    is_head: bool       # a draft head, which follows the target's steps; else a draft model
+    kv_group: int       # the KV group whose block tables it uses
+    max_len: int        # longest sequence that it supports, in tokens
+    absorb_tokens: int = 0  # size of the largest `absorb` program, in tokens; draft model only
+    absorb_rows: int = 0    # and in rows
+
+
 class Runner(Protocol[HandleT]):
     """The device, as the engine sees it: `runtime.runner.ModelRunner`, or `LeaderRunner` for several processes.
 
@@ -324,7 +335,8 @@ class Runner(Protocol[HandleT]):
         """
         ...
 
-    decode_sizes: Sequence[int]  # rows of each decode program, also of those that do not exist yet; smallest first
+    # Rows of each decode program, also of those that do not exist yet; smallest first.
+    decode_sizes: Sequence[int]
 
     @property
     def verify_sizes(self) -> Sequence[int]:
@@ -345,6 +357,18 @@ class Runner(Protocol[HandleT]):
 
     def collect(self, handle: HandleT) -> StepResult:
         """Wait for a dispatched step, and return its result."""
+        ...
+
+    @property
+    def device_drafter(self) -> DeviceDrafter | None:
+        """The drafter on the device; None: there is none."""
+        ...
+
+    def proposed(self, handle: HandleT) -> np.ndarray:
+        """Drafts of the drafter on the device for a verify step: int32[R, max_drafts]; -1: no draft.
+
+        Waits for the drafter, which runs before the step.
+        """
         ...
 
     @property

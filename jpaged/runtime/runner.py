@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import BlockMove, RowMask, StepPlan, StepResult
+from jpaged.engine.step_plan import BlockMove, DeviceDrafter, RowMask, StepPlan, StepResult
 from jpaged.errors import EngineError
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.sharding import find_devices, shards_of
@@ -29,6 +29,7 @@ from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
 from jpaged.runtime.compile.engine_programs import EnginePrograms
+from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
 from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.memory.out_of_memory import advice, explained
@@ -41,6 +42,7 @@ from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
 from jpaged.runtime.step.program_shapes import Shape
 from jpaged.runtime.step.result import StepHandle, download
+from jpaged.runtime.step_drafter import StepDrafter
 from jpaged.runtime.store.cache import CacheCounter, persistent_cache
 
 
@@ -50,12 +52,14 @@ class ModelRunner(EnginePrograms):
     def __init__(
         self, builds: Sequence[FittedBuild], trees: Sequence[Params], token_mask: jax.Array | None, *, progress: bool,
         background: bool, owns_params: bool, cache_counter: CacheCounter, before_first_run: Callable[[], None],
+        drafter_params: Params | None = None,
     ):  # fmt: skip
         """Compile the programs and allocate the device state. After that, the engine's thread compiles nothing.
 
         builds, trees: of each pipeline stage.
         token_mask:    bool[vocab_size], ids that may be sampled; None = all. Required if the model is `masked`.
-        cache_counter: has counted cache hits while `builds` were made. All others: see `create`.
+        cache_counter: has counted cache hits while `builds` were made. drafter_params: of the drafter on the device.
+        All others: see `create`.
         """
         *front, build = builds
         blueprint, limits = build.blueprint, build.limits
@@ -92,7 +96,7 @@ class ModelRunner(EnginePrograms):
         self.max_logprobs = blueprint.num_logprobs
         self.max_drafts = blueprint.max_drafts
         shapes = blueprint.program_shapes
-        self.decode_sizes = [shape.rows for shape in shapes if isinstance(shape, ForwardShape) and shape.is_decode]
+        self.decode_sizes: Sequence[int] = [shape.rows for shape in shapes if isinstance(shape, ForwardShape) and shape.is_decode]
         rope = self.spec.rope
         self.longrope_switch_len = rope.original_max_position if rope and rope.scaling == "longrope" else None
         # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere reading the weights dominates.
@@ -101,6 +105,12 @@ class ModelRunner(EnginePrograms):
         self.kv_layout = _kv_layout(build, self.block_arrays) if handover else ""
         self._total_bytes = memory.total_bytes(placement.first_device)
         self._profiler = Profiler()
+        self._drafter = None
+        if blueprint.model.drafter is not None and drafter_params is not None:
+            self._drafter = StepDrafter(
+                build.draft_build(), blueprint.model.drafter, drafter_params, trees[-1], self.programs.drafters,
+                shapes,
+            )  # fmt: skip
         self._last.state = early.result() if early is not None else build.create_state()
         allocation.shutdown()
         before_first_run()
@@ -123,7 +133,8 @@ class ModelRunner(EnginePrograms):
     def create(
         cls, spec: DecoderSpec, params: Params | tuple[Params, ...], config: EngineConfig, *,
         layout: WeightLayout = WeightLayout(), tokenizer_ids: np.ndarray | None = None,
-        processors: tuple[LogitsProcessor, ...] = (), kv_scales: KVScales | None = None, progress: bool = False,
+        processors: tuple[LogitsProcessor, ...] = (), kv_scales: KVScales | None = None,
+        drafter: DrafterModel | None = None, progress: bool = False,
         background: bool = False, owns_params: bool = False, before_first_run: Callable[[], None] = lambda: None,
     ) -> "ModelRunner":  # fmt: skip
         """Size the KV pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
@@ -132,6 +143,7 @@ class ModelRunner(EnginePrograms):
                        pipeline_parallel_size: a tuple of trees, one for each stage (`StagedPlacer.finish`).
         tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
         kv_scales:     the checkpoint's, for fp8 pages; None: 1.0.
+        drafter:       drafts on the device, for `config.speculative_config`; None: no drafts, or from the host.
         progress:      show a bar while compiling.
         background:    compile most programs after this has returned. Only if programs are stored.
         owns_params:   nothing else uses the weights, so `release` may delete them on the device.
@@ -146,8 +158,9 @@ class ModelRunner(EnginePrograms):
         if tokenizer_ids is not None and not tokenizer_ids.all():
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))
         model = ServedModel(
-            spec, trees[-1], layout, masked=token_mask is not None, kv_scales=kv_scales, processors=processors
-        )
+            spec, trees[-1], layout, masked=token_mask is not None, kv_scales=kv_scales, processors=processors,
+            drafter=drafter,
+        )  # fmt: skip
         blueprints = [
             Blueprint.draw(
                 dataclasses.replace(model, params=tree, stage=stage), config, Placement.of(tree, shards_of(config))
@@ -168,6 +181,7 @@ class ModelRunner(EnginePrograms):
             return cls(
                 builds, trees, token_mask, progress=progress, background=background, owns_params=owns_params,
                 cache_counter=counter, before_first_run=before_first_run,
+                drafter_params=None if drafter is None else drafter.params,
             )  # fmt: skip
 
     @property
@@ -186,33 +200,50 @@ class ModelRunner(EnginePrograms):
         with pinned(), self._counter.watching(), self._recovering(program.shape):
             if plan.row_inits:
                 last.start_rows(plan.row_inits)
-            counted = last.forward(program, plan, *self._front.forward(plan))
-            counted, checked = counted if plan.drafts is not None else (counted, None)
+            proposed = () if self._drafter is None else self._drafter.before(plan, program.shape, last.live)
+            result = last.forward(program, plan, *self._front.forward(plan), *proposed)
             scores = last.score(plan.scored)
-            output = None if plan.waits_for_masks else self._sample(plan, checked, plan.masks)
-        needs_counted = output is None or self._pairs_of_token
-        self._start_download((scores, output, counted if needs_counted else None))
-        return StepHandle(plan, counted, scores, output, checked)
+            handle = StepHandle.of(plan, program.shape, result, scores, *proposed)
+            if not plan.waits_for_masks:
+                handle = self._sample(handle, plan.masks)
+        needs_counted = handle.output is None or self._pairs_of_token
+        self._start_download((scores, handle.output, handle.counted if needs_counted else None))
+        return handle
 
     def sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:
         """Sample for a step whose plan waited for masks; returns at once. Raises EngineError if the device fails."""
         with pinned(), self._counter.watching(), self._recovering():
-            output = self._sample(handle.plan, handle.checked, [*handle.plan.masks, *masks])
-        self._start_download(output)
-        return dataclasses.replace(handle, output=output)
+            handle = self._sample(handle, [*handle.plan.masks, *masks])
+        self._start_download(handle.output)
+        return handle
 
-    def _sample(
-        self, plan: StepPlan, checked: jax.Array | None, masks: Sequence[RowMask]
-    ) -> jax.Array | None:
-        """Run the program after a forward pass."""
-        if checked is None:
-            return self._last.sample_or_pool(plan, masks)
-        return self._last.sample_checked(plan, checked, masks)
+    def _sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:
+        """Run the programs after a forward pass: `sample` or `pool`, then those of a draft head."""
+        plan, last = handle.plan, self._last
+        if handle.checked is None:
+            output = last.sample_or_pool(plan, masks)
+        else:
+            output = last.sample_checked(plan, handle.checked, masks)
+        if self._drafter is not None:
+            self._drafter.after(handle, last.live)
+        return dataclasses.replace(handle, output=output, captured=())
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and download its result. Raises EngineError if the device fails."""
         with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
             return download(handle, pools=self.spec.pools, pairs_of_token=self._pairs_of_token)
+
+    def proposed(self, handle: StepHandle) -> np.ndarray:
+        """Drafts of the drafter on the device for a verify step: int32[R, max_drafts]; -1: no draft."""
+        if handle.proposed is None:
+            raise EngineError("the step has no drafts from the device")
+        with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
+            return np.asarray(handle.proposed)[: len(handle.plan.rows)]
+
+    @property
+    def device_drafter(self) -> DeviceDrafter | None:
+        """The drafter on the device, as the engine sees it; None: there is none."""
+        return None if self._drafter is None else self._drafter.as_engine_sees()
 
     def read_blocks(self, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
         """Copies of blocks in host memory, after all dispatched steps; `block_arrays` has their shapes and dtypes.
@@ -243,6 +274,8 @@ class ModelRunner(EnginePrograms):
         if self.num_stages > 1:
             raise EngineError(f"set_params: the engine has {self.num_stages} pipeline stages: make a new one")
         self._last.set_params(params)
+        if self._drafter is not None:
+            self._drafter.use_target(params)
 
     def release(self) -> None:
         """Free the device state, and move weights that the runner owns to the host. No step may be in flight.
@@ -257,6 +290,8 @@ class ModelRunner(EnginePrograms):
         self._front.sampled.clear()
         for stage in self._stages:
             stage.release()
+        if self._drafter is not None:
+            self._drafter.release()
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
         """Allocate the weights, the state, or both again after `release`. No program compiles. The KV pool is empty.
@@ -267,6 +302,8 @@ class ModelRunner(EnginePrograms):
             with pinned():
                 for stage in self._stages:
                     stage.restore(weights=weights, kv_cache=kv_cache)
+                if self._drafter is not None:
+                    self._drafter.restore(weights=weights, kv_cache=kv_cache, target=self._last.params)
         except Exception as error:
             reason = advice(error, self._config, self._total_bytes) or error
             raise EngineError(f"the engine cannot wake up: {reason}") from error
@@ -292,6 +329,8 @@ class ModelRunner(EnginePrograms):
         self._profiler.close()
         for stage in self._stages:
             stage.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
     def _start_download(self, arrays: Any) -> None:
         """Begin to copy a tree's arrays to the host. On CPU they are there, and each call would take 46 us."""
@@ -308,6 +347,8 @@ class ModelRunner(EnginePrograms):
                 self._front.sampled.clear()
                 for stage in self._stages:
                     stage.recover()
+                if self._drafter is not None:
+                    self._drafter.recover()
             if not isinstance(error, Exception):
                 raise
             which = "" if shape is None else f" of {shape}"

@@ -72,6 +72,7 @@ class FakeRunner:
     max_drafts: int = 0
     verify_sizes: tuple[int, ...] = ()
     decode_sizes: tuple[int, ...] = (4,)
+    device_drafter: None = None
     fail_at: frozenset[tuple[str, int]] = frozenset()
     weights: int = 0                                 # number of the weights that it has
     salt_of: Callable[[int], str] = lambda row: ""   # row -> salt of its request
@@ -202,6 +203,10 @@ class FakeRunner:
             self._fail("collect")
         assert handle.result is not None, "it still waits for masks"
         return handle.result
+
+    def proposed(self, handle: FakeHandle) -> np.ndarray:
+        """There is no drafter on the device."""
+        raise AssertionError
 
     def set_params(self, params: int) -> None:
         """Use other weights. params: their number, larger than all numbers before."""

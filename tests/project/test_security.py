@@ -31,6 +31,7 @@ ALLOWED = {
     ("jpaged/__init__.py", "call import_module"): "imports the module of a public name, from a table of names",
     ("jpaged/answers/__init__.py", "call import_module"): "imports the modules of a package under its old name",
     ("jpaged/cli/__init__.py", "call import_module"): "imports the module of a command, from a table of names",
+    ("jpaged/speculation_config.py", "call import_module"): "imports the function that the operator names",
     ("jpaged/child_process.py", "import subprocess"): "starts this interpreter, without a shell",
     ("jpaged/cli/bench/startup.py", "import subprocess"): "starts this interpreter to measure a cold start",
     ("pallas_kernels/cpu_kernels.py", "import subprocess"): "starts this interpreter to compile kernels",

@@ -12,13 +12,15 @@ Never: lets the error of one request group end another.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from jpaged.engine.observe.engine_metrics import EngineMetrics
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
-from jpaged.engine.step_plan import RowMask, StepPlan
+from jpaged.engine.step_plan import FROM_DEVICE, RowMask, StepPlan
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
 from jpaged.errors import EngineError, LogitsError, RequestError
 
@@ -71,9 +73,12 @@ class OutputProcessor:
                 outputs.append(request_group.strategy.output(request_group))
         return outputs
 
-    def late_masks(self, step: ScheduledStep) -> tuple[list[RowMask], list[Output]]:
+    def late_masks(
+        self, step: ScheduledStep, proposed: Callable[[], np.ndarray]
+    ) -> tuple[list[RowMask], list[Output]]:
         """Masks for a dispatched step, now that the tokens that they depend on have arrived.
 
+        proposed: returns `Runner.proposed` of the step.
         Also returns final outputs of request groups that end because their grammar allows no token or is too slow.
         """
         masks: list[RowMask] = []
@@ -85,7 +90,7 @@ class OutputProcessor:
             if not extras.follows_tokens and not schedule.mask_pending:
                 continue
             try:
-                masks += self._masks_of(request, step.plan, index)
+                masks += self._masks_of(request, step.plan, index, proposed)
             except Exception as error:  # the other requests continue
                 request_group = self.request_groups[request.request_id]
                 self._note_failure(request, error)
@@ -94,7 +99,9 @@ class OutputProcessor:
                     ended.append(request_group)
         return masks, [self._final_output(request_group) for request_group in ended]
 
-    def _masks_of(self, request: Request, plan: StepPlan, index: int) -> list[RowMask]:
+    def _masks_of(
+        self, request: Request, plan: StepPlan, index: int, proposed: Callable[[], np.ndarray]
+    ) -> list[RowMask]:
         """Masks of one row of a plan, now that all tokens before the step are known. index: of the row."""
         schedule, extras = request.schedule, request.extras
         if plan.drafts is None:
@@ -102,7 +109,10 @@ class OutputProcessor:
                 schedule.mask_pending = request.num_output_tokens < extras.min_tokens
             return [RowMask(schedule.row, request.mask())]
         first, count = int(plan.num_tokens[:index].sum()), int(plan.num_tokens[index])
-        drafts = plan.drafts.after(index, len(request.token_ids) - 1, request.token_ids[-1], count - 1)
+        if plan.drafts.first[index] == FROM_DEVICE:
+            drafts = [draft for draft in proposed()[index, : count - 1].tolist() if draft >= 0] if count > 1 else []
+        else:
+            drafts = plan.drafts.after(index, len(request.token_ids) - 1, request.token_ids[-1], count - 1)
         masks = request.draft_masks(drafts, self._context.writer.token_bytes)
         return [RowMask(schedule.row, mask, first + i) for i, mask in enumerate(masks)]
 

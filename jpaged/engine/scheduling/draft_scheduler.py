@@ -42,15 +42,16 @@ class DraftScheduler:
 
     def schedule(self, selection: StepSelection) -> None:
         """Add drafts to the decodes, if they pay."""
-        decodes = selection.decodes
-        if selection.chunks or not decodes:
-            return
-        sizes = self._verify_sizes()
-        if not sizes or len(decodes) >= sizes[-1]:
+        decodes, sizes = selection.decodes, self._verify_sizes()
+        self._speculation.begin_step(sizes)
+        if selection.chunks or not decodes or not sizes or len(decodes) >= sizes[-1]:
             return
         most = [self._most_drafts(request) for request in decodes]
-        for request, draft in self._speculation.choose(decodes, most, sizes):
+        for request, draft in self._speculation.choose(decodes, most):
             self._add(request, draft, selection)
+        if selection.drafts and self._speculation.has_model:
+            work = selection.model_drafts = self._speculation.plan_model(decodes, selection.drafts)
+            self._lower(selection, [0] * len(decodes) if work is None else work.num_drafts.tolist())
 
     def settle(self, request: Request, drafts: int, accepted: int) -> None:
         """Subtract rejected drafts of a request that runs, and has drafts in flight. The step has arrived."""
@@ -66,6 +67,23 @@ class DraftScheduler:
         if request.kv.rope_len <= self._switch_len:  # no draft may need the rope of long sequences
             left = min(left, self._switch_len - request.schedule.num_computed)
         return left
+
+    def _lower(self, selection: StepSelection, num_drafts: Sequence[int]) -> None:
+        """Lower the drafts of the device to those that the draft model can make: it may have to catch up first."""
+        for request, most in zip(selection.decodes, num_drafts, strict=True):
+            draft = selection.drafts.get(request)
+            if draft is None or draft.guesses is not None or draft.count == most:
+                continue
+            schedule, excess = request.schedule, draft.count - most
+            schedule.num_computed -= excess
+            schedule.num_in_flight -= excess
+            schedule.num_drafts_in_flight -= excess
+            self._manager.note_computed(-excess)
+            if most:
+                selection.drafts[request] = dataclasses.replace(draft, count=most)
+            else:
+                del selection.drafts[request]
+                selection.boundary_decodes.append(request)  # its blocks have changed
 
     def _add(self, request: Request, draft: Draft, selection: StepSelection) -> None:
         """Add a request's drafts, as far as blocks are free. Its last token has a slot already."""

@@ -26,6 +26,7 @@ from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
 from jpaged.engine.scheduling.forks import Forks
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerState
 from jpaged.engine.scheduling.step_selection import StepSelection
+from jpaged.engine.speculation.speculation import Speculation
 from jpaged.engine.step_plan import BlockMove, DraftPlan, RowInit, RowMask, SamplerVariant, StepPlan, num_guesses
 from jpaged.params.sampling import NEUTRAL_COLUMNS, PARAMETERS, SamplingParams
 
@@ -70,7 +71,11 @@ _NO_PROMPT_ROWS = _PromptRows(0)
 class PlanBuilder:
     """Builds plans. One object serves all steps."""
 
-    def __init__(self, state: SchedulerState, decodes: DecodeScheduler, forks: Forks):
+    def __init__(
+        self, state: SchedulerState, decodes: DecodeScheduler, forks: Forks, speculation: Speculation | None = None
+    ):
+        """speculation: plans the work of a drafter on the device; None: there is none."""
+        self._speculation = speculation
         self._manager = state.manager
         self._running = state.running
         self._counters = state.counters
@@ -102,11 +107,12 @@ class PlanBuilder:
         num_tokens = _followed_by(self._ones, count, prompts.num_tokens)
         if drafts is not None:
             num_tokens = _int32([1 + selection.num_drafts(request) for request in requests])
+        samples = _followed_by(self._trues, count, prompts.samples)
         plan = StepPlan(
             rows=_int32(rows),
             num_tokens=num_tokens,
             num_decodes=count,
-            samples=_followed_by(self._trues, count, prompts.samples),
+            samples=samples,
             prompt_tokens=_int32(prompts.prompt_tokens) if prompts.prompt_tokens else _NOTHING,
             block_updates=_lines(selection.block_updates, _NO_UPDATES),
             row_inits=tuple(prompts.inits),
@@ -117,6 +123,8 @@ class PlanBuilder:
             scored=_lines(prompts.scored, _NOTHING_SCORED).T,
             waits_for_masks=waits_for_masks,
             drafts=drafts,
+            model_drafts=selection.model_drafts,
+            head=None if self._speculation is None else self._speculation.plan_head(requests, num_tokens, samples),
         )
         return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers), drafts=selection.drafts)
 

@@ -1,7 +1,7 @@
 """Running requests and the rows of the request table that they own."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -19,6 +19,7 @@ class RunningRequests:
     def __init__(self, manager: KVCacheManager, waiting: WaitingQueue, num_rows: int):
         self.requests: list[Request] = []
         self.free_rows = list(reversed(range(num_rows)))
+        self.on_leave: Callable[[Request], None] = lambda request: None  # called when a request loses its row
         self._manager = manager
         self._waiting = waiting
         self._num_rows = num_rows
@@ -37,6 +38,7 @@ class RunningRequests:
         """Free a request's row and blocks. Its full blocks can be found by name until they are allocated again."""
         schedule = request.schedule
         self.stop_decoding(request)
+        self.on_leave(request)
         self._manager.names.index_computed(request)
         self._manager.release(request)
         del self.requests[bisect_left(self.requests, schedule.rank, key=_rank)]

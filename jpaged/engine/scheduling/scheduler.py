@@ -86,11 +86,12 @@ class Scheduler:
         self._decodes = DecodeScheduler(state, self._preemption)
         self._prompts = PromptScheduler(state, self._preemption, clock)
         self._forks = Forks(state, self._decodes)
-        self._builder = PlanBuilder(state, self._decodes, self._forks)
+        self._builder = PlanBuilder(state, self._decodes, self._forks, speculation)
         self._speculation = speculation
         self._drafts = None
         if speculation is not None:
             self._drafts = DraftScheduler(state, self._decodes, speculation, verify_sizes)
+            self._rows.on_leave = speculation.note_left
         # Steps that may be in flight when tokens arrive, newest last.
         self._newest: collections.deque[ScheduledStep] = collections.deque(maxlen=limits.num_stages)
 
@@ -213,6 +214,8 @@ class Scheduler:
         if schedule.num_drafts_in_flight and self._drafts is not None:
             self._drafts.settle(request, schedule.num_drafts_in_flight, 0)
             schedule.row_is_new = True  # the device may accept drafts: its LENGTH is uploaded again
+        if self._speculation is not None:
+            self._speculation.note_left(request)
         self._rows.stop_decoding(request)
 
     def note_seconds(self, step: ScheduledStep, seconds: float) -> None:
@@ -221,6 +224,11 @@ class Scheduler:
         self._pace.note(num_prompt, seconds)
         if self._speculation is not None and not num_prompt:
             self._speculation.note_seconds(step.plan, seconds)
+
+    def note_kv_lost(self) -> None:
+        """Note that the KV pages are empty, also those of a drafter on the device."""
+        if self._speculation is not None:
+            self._speculation.note_kv_lost()
 
     def note_new_weights(self) -> None:
         """Drop drafts that were learnt from answers of the old weights."""

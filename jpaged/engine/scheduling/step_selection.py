@@ -2,6 +2,7 @@
 
 from jpaged.engine.request import Request
 from jpaged.engine.speculation.draft import Draft
+from jpaged.engine.step_plan import ModelDraftPlan
 
 
 class StepSelection:
@@ -14,6 +15,7 @@ class StepSelection:
         self.chunks: dict[Request, int] = {}         # known tokens that each prompt row computes
         self.prompts: list[Request] = []             # running requests that do not decode
         self.drafts: dict[Request, Draft] = {}       # for some of the decodes; already counted as computed
+        self.model_drafts: ModelDraftPlan | None = None  # work of a draft model on the device
         self.block_updates: list[tuple[int, int, int, int]] = []  # (row, kv_group, index, block)
 
     def __bool__(self) -> bool:

@@ -231,6 +231,7 @@ class _Followed:
 
     request: Request
     num_named: int  # end of the blocks whose contents are noted
+    start: int      # index of the first KV of the head in the row
 
 
 class HeadDrafts:
@@ -254,7 +255,9 @@ class HeadDrafts:
             followed = self._followed.get(request.schedule.row)
             if followed is None or followed.request is not request:
                 starts[index], first_block[index] = True, self._cached(request, row.first)
-                followed = _Followed(request, -(-row.first // self._block_size))
+                boundary = -(-row.first // self._block_size)
+                start = boundary if first_block[index] < 0 else int(first_block[index])
+                followed = _Followed(request, boundary, start * self._block_size)
                 self._followed[request.schedule.row] = followed
             self._contents.note_written(request, min(row.first, last_known))
             absorbed = min(row.first + row.num_tokens, last_known)
@@ -270,6 +273,17 @@ class HeadDrafts:
         while first > 0 and self._contents.first_unknown(request, first - 1, first) == first:
             first -= 1
         return first if first < end else -1
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether the head can draft for a request: it follows it, and has absorbed an index."""
+        followed = self._followed.get(request.schedule.row)
+        return followed is not None and followed.request is request and len(request.token_ids) > followed.start + 1
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has lost its row. Unknown requests are ignored."""
+        followed = self._followed.get(request.schedule.row)
+        if followed is not None and followed.request is request:
+            del self._followed[request.schedule.row]
 
     def pause(self) -> None:
         """Note that the next step is not absorbed: all rows start again afterwards."""

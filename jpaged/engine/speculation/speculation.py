@@ -9,12 +9,17 @@ A request's drafts come from the first of these sources that has any:
 
 1. Its grammar, where it leaves no choice. These drafts are always accepted.
 2. The answer that its caller predicted.
-3. The drafter that the engine was started with.
+3. The drafter that the engine was started with, on the host or on the device.
+
+A draft head on the device must follow every step of the target, which costs time. It pauses while no drafts can pay.
 """
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from jpaged.engine.request import Request
 from jpaged.engine.speculation.accept_rate import DECAY, FIRST_CHANCE, MOST_CHANCE, AcceptRate
@@ -22,14 +27,16 @@ from jpaged.engine.speculation.draft import Draft, DraftSource
 from jpaged.engine.speculation.draft_budget import DraftBudget
 from jpaged.engine.speculation.drafter import Drafter
 from jpaged.engine.speculation.function import FunctionDrafter
+from jpaged.engine.speculation.model_drafts import DraftRow, HeadDrafts, HeadRow, ModelDrafts
 from jpaged.engine.speculation.ngram import NgramDrafter
 from jpaged.engine.speculation.prediction import PredictionDrafter
 from jpaged.engine.speculation.program_times import ProgramKind
 from jpaged.engine.speculation.suffix import SuffixDrafter
-from jpaged.engine.step_plan import StepPlan
+from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, Runner, StepPlan
 from jpaged.errors import EngineError
 from jpaged.speculation_config import SpeculationConfig
 
+FOLLOWED_STEPS = 64  # steps for which a draft head follows the target after drafts could last pay
 _FORCED = AcceptRate(chance=MOST_CHANCE)  # of drafts that a grammar forces
 
 
@@ -44,32 +51,51 @@ class _Rates:
 class Speculation:
     """The drafters of an engine, and the choice between them."""
 
-    def __init__(self, drafter: Drafter, max_drafts: int, row_sizes: Sequence[int]):
-        """max_drafts: most drafts per row of a step. row_sizes: rows of each decode program, as in `DraftBudget`."""
+    def __init__(
+        self, drafter: Drafter | None, max_drafts: int, row_sizes: Sequence[int],
+        on_device: ModelDrafts | HeadDrafts | None = None,
+    ):  # fmt: skip
+        """drafter: on the host. on_device: plans the work of a drafter on the device. One of the two is not None.
+
+        max_drafts: most drafts per row of a step. row_sizes: rows of each decode program, as in `DraftBudget`.
+        """
         self._drafter = drafter
+        self._model = on_device if isinstance(on_device, ModelDrafts) else None
+        self._head = on_device if isinstance(on_device, HeadDrafts) else None
         self._predictions = PredictionDrafter()
         self._budget = DraftBudget(max_drafts, row_sizes)
         self._row_sizes = sorted(row_sizes)
         self._rates: dict[Request, _Rates] = {}
+        self._steps_without_gain = 0  # steps since drafts could pay
 
     @classmethod
-    def create(
-        cls, config: SpeculationConfig, max_drafts: int, row_sizes: Sequence[int], vocab_size: int
-    ) -> "Speculation":
-        """The drafters of a configuration. vocab_size: of the model."""
-        return cls(_drafter(config, vocab_size), max_drafts, row_sizes)
+    def create(cls, config: SpeculationConfig, runner: Runner[Any]) -> "Speculation":
+        """The drafters of a configuration."""
+        device, on_device = runner.device_drafter, None
+        if device is not None and device.is_head:
+            on_device = HeadDrafts(block_size=runner.block_size, kv_group=device.kv_group)
+        elif device is not None:
+            on_device = ModelDrafts(
+                block_size=runner.block_size, kv_group=device.kv_group, absorb_tokens=device.absorb_tokens,
+                absorb_rows=device.absorb_rows, max_len=device.max_len,
+            )  # fmt: skip
+        drafter = _drafter(config, runner.vocab_size) if device is None else None
+        return cls(drafter, runner.max_drafts, runner.decode_sizes, on_device)
 
-    def choose(
-        self, requests: Sequence[Request], most: Sequence[int], sizes: Sequence[int]
-    ) -> Iterator[tuple[Request, Draft]]:
+    def begin_step(self, sizes: Sequence[int]) -> None:
+        """Note that a step is being planned. sizes: `Runner.verify_sizes`."""
+        self._budget.verify_sizes = sizes
+        self._steps_without_gain += 1
+
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> Iterator[tuple[Request, Draft]]:
         """Drafts of some of the decodes of a step. Empty where drafts would not make the step faster.
 
-        most: most drafts of each request. sizes: `Runner.verify_sizes`.
+        most: most drafts of each request.
         """
         rates = [self._rates_of(request).drafter for request in requests]
-        self._budget.verify_sizes = sizes
         if not self._budget.may_pay(rates):
             return
+        self._steps_without_gain = 0
         drafts = [self._propose(request, limit) for request, limit in zip(requests, most, strict=True)]
         for index, draft in enumerate(drafts):
             if draft is not None:
@@ -79,10 +105,49 @@ class Speculation:
             if draft is not None and count:
                 yield request, dataclasses.replace(draft, count=count)
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a draft model on the device makes drafts."""
+        return self._model is not None
+
+    def plan_model(self, requests: Sequence[Request], drafts: Mapping[Request, Draft]) -> ModelDraftPlan | None:
+        """The work of a draft model in a verify step. None: nothing, or there is no draft model.
+
+        requests: the decodes of the step. drafts: already counted in their schedules.
+        """
+        if self._model is None:
+            return None
+        rows = []
+        for request in requests:
+            draft = drafts.get(request)
+            count = 0 if draft is None else draft.count
+            in_flight = request.schedule.num_in_flight - 1 - count
+            rows.append(DraftRow(request, count if draft is not None and draft.guesses is None else 0, in_flight))
+        return self._model.plan(rows)
+
+    def plan_head(
+        self, requests: Sequence[Request], num_tokens: np.ndarray, samples: np.ndarray
+    ) -> HeadPlan | None:
+        """The work of a draft head after a step. None: it does not follow the step, or there is no head.
+
+        requests, num_tokens, samples: rows of the plan. Their tokens count as computed already.
+        """
+        if self._head is None:
+            return None
+        if not self._budget.verify_sizes or self._steps_without_gain > FOLLOWED_STEPS:
+            self._head.pause()
+            return None
+        rows = zip(requests, num_tokens.tolist(), samples.tolist(), strict=True)
+        return self._head.plan([
+            HeadRow(request, request.schedule.num_computed - count, count, sampled) for request, count, sampled in rows
+        ])  # fmt: skip
+
     def note_result(self, request: Request, draft: Draft, accepted: int) -> None:
         """Note how many of a request's drafts were accepted."""
         request.metrics.num_draft_tokens += draft.count
         request.metrics.num_accepted_tokens += accepted
+        if self._model is not None and draft.guesses is None:
+            self._model.note_verified(request, accepted)
         rates = self._rates.get(request)
         if rates is None or draft.source is DraftSource.GRAMMAR:
             return
@@ -104,12 +169,27 @@ class Speculation:
     def note_end(self, request: Request) -> None:
         """Note that a request has ended."""
         self._rates.pop(request, None)
-        self._drafter.note_end(request)
+        if self._drafter is not None:
+            self._drafter.note_end(request)
         self._predictions.note_end(request)
+
+    def note_left(self, request: Request) -> None:
+        """Note that a request has lost its row, or continues from other tokens than those in flight."""
+        if self._model is not None:
+            self._model.forget(request)
+        if self._head is not None:
+            self._head.forget(request)
+
+    def note_kv_lost(self) -> None:
+        """Note that the pages of a drafter on the device are empty."""
+        for drafts in (self._model, self._head):
+            if drafts is not None:
+                drafts.reset()
 
     def forget(self) -> None:
         """Drop what drafters have learnt: the engine has new weights."""
-        self._drafter.forget()
+        if self._drafter is not None:
+            self._drafter.forget()
         self._predictions.forget()
 
     def _rates_of(self, request: Request) -> _Rates:
@@ -134,14 +214,18 @@ class Speculation:
             guesses = self._guesses(request, source, in_flight + limit)
             if len(guesses) > in_flight:
                 return Draft(len(guesses) - in_flight, guesses, source)
-        return None
+        is_ready = self._model is not None or (self._head is not None and self._head.is_ready(request))
+        return Draft(limit, None) if is_ready else None
 
     def _guesses(self, request: Request, source: DraftSource, count: int) -> Sequence[int]:
         if source is DraftSource.GRAMMAR:
             matcher = request.output.matcher
             return [] if matcher is None else matcher.forced_tokens()[:count]
-        drafter = self._predictions if source is DraftSource.PREDICTION else self._drafter
-        return drafter.propose(request, count)
+        if source is DraftSource.PREDICTION:
+            return self._predictions.propose(request, count)
+        if self._drafter is None or self._budget.is_paused(self._rates_of(request).drafter):
+            return ()
+        return self._drafter.propose(request, count)
 
 
 def _drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:

@@ -19,7 +19,8 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
-from jpaged.errors import ModelLoadError, first_line
+from jpaged.errors import EngineError, ModelLoadError, first_line
+from jpaged.models.draft_head import HeadSpec
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import quantized_parts
 from jpaged.models.sharding import local_shapes, local_spec
@@ -29,6 +30,11 @@ from jpaged.phases import phase
 from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.compile.gated_dot_choice import checked_implementation, named_implementation
 from jpaged.runtime.compile.program_table import ProgramTable, temp_bytes
+from jpaged.runtime.drafting.draft_head import HeadOptions
+from jpaged.runtime.drafting.draft_model import DraftModelOptions
+from jpaged.runtime.drafting.draft_state import DraftSizes, TableColumns
+from jpaged.runtime.drafting.drafter_model import DrafterModel
+from jpaged.runtime.drafting.drafters import DraftBuild
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.memory import plan as memory
@@ -37,6 +43,7 @@ from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
+from jpaged.runtime.step.draft_shapes import DraftShape, draft_head_shapes, draft_model_shapes
 from jpaged.runtime.step.forward import compile_forward, upload_row
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, compile_output
 from jpaged.runtime.step.program_shapes import (
@@ -70,6 +77,7 @@ class ServedModel:
     kv_scales: KVScales | None = None  # the checkpoint's, for fp8 pages; None: 1.0
     processors: tuple[LogitsProcessor, ...] = ()
     stage: Stage = ALONE  # pipeline stage of `params`; `spec` is the whole model's
+    drafter: DrafterModel | None = None  # None: no drafter on the device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +113,9 @@ class Blueprint:
         params = local_shapes(model.params)
         gated_dot = named_implementation(config, here, params, model.layout, placement.device)
         model = dataclasses.replace(model, params=placement.shapes_of(model.params))
+        if model.drafter is not None:
+            drafter = dataclasses.replace(model.drafter, params=placement.shapes_of(model.drafter.params))
+            model = dataclasses.replace(model, drafter=drafter)
         return cls(model, config, placement, limits, implementation, kv_format, gated_dot)
 
     @property
@@ -146,7 +157,7 @@ class Blueprint:
     @property
     def proposes(self) -> bool:
         """True if a drafter on the device makes drafts."""
-        return False
+        return self.model.drafter is not None
 
     @property
     def program_shapes(self) -> list[Shape]:
@@ -159,6 +170,10 @@ class Blueprint:
             context=self.placement.shards.context, drafts=self.max_drafts, proposes=self.proposes,
             verify_rows=VERIFY_ROWS_ON_CPU if self.placement.platform == "cpu" else VERIFY_ROWS,
         )  # fmt: skip
+        forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
+        if self.model.drafter is not None:
+            is_head = self.model.drafter.capture is not None
+            shapes += draft_head_shapes(forwards) if is_head else draft_model_shapes(forwards)
         return [shape for shape in shapes if self.model.stage.is_last or isinstance(shape, ForwardShape)]
 
     @property
@@ -385,12 +400,40 @@ class FittedBuild:
                     model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
                     implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
                     placement=blueprint.placement, store=self.store, stage=model.stage,
+                    capture=None if model.drafter is None else model.drafter.capture,
                 )  # fmt: skip
+            if isinstance(shape, DraftShape):
+                return self.draft_build().compile(shape)
             return compile_output(
                 model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
                 options=blueprint.sampler_options, placement=blueprint.placement, max_drafts=blueprint.max_drafts,
                 store=self.store,
             )  # fmt: skip
+
+    def draft_build(self) -> DraftBuild:
+        """Everything that the programs of the drafter are compiled from. Only with a drafter on the device."""
+        blueprint, model, limits = self.blueprint, self.blueprint.model, self.limits
+        drafter, placement = model.drafter, blueprint.placement
+        if drafter is None:
+            raise EngineError("the engine has no drafter on the device")
+        layers, dtype = drafter.layer_spec, _dtype(dataclasses.replace(model, params=drafter.params))
+        call = _attention_call(layers, dtype, limits, KVFormat(dtype))
+        common: dict[str, Any] = {
+            "columns": TableColumns.of(limits.kv_groups, limits.width), "layout": drafter.layout,
+            "implementation": usable_implementations(placement.device, *call)[0],
+            "rows_per_search": blueprint.sampler_options.rows_per_search,
+        }  # fmt: skip
+        if isinstance(drafter.spec, HeadSpec):
+            options: Any = HeadOptions(
+                drafter.spec, model.spec, target_layout=model.layout, shards=placement.shards, **common
+            )
+        else:
+            options = DraftModelOptions(drafter.spec, target_vocab=model.spec.vocab_size, **common)
+        is_head = drafter.capture is not None
+        sizes = DraftSizes(self.memory_plan.num_blocks, limits.block_size, limits.max_num_seqs, is_head)
+        return DraftBuild(
+            options, drafter.params, model.params, self.state_shapes(), sizes, dtype, placement, store=self.store
+        )
 
     def compile_table(self, *, progress: bool, first_only: bool = False) -> ProgramTable:
         """Compile the program table. progress: show a bar. first_only: the remaining programs will be added later."""

@@ -18,6 +18,7 @@ from jpaged.errors import EngineError
 from jpaged.lifetime import stop_if_ending
 from jpaged.phases import PATIENCE_SECONDS, tell
 from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.draft_shapes import DraftShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.step.program_shapes import CHECKS, DECODE, MIXED, POOL, SCORE, VERIFY, Kind, Shape, kind_of, size
 from jpaged.runtime.store.cache import cache_hits
@@ -68,6 +69,7 @@ class ProgramTable:
     def __init__(self, programs: Sequence[Program[Any]], missing: Iterable[Shape] = ()):
         """missing: shapes of programs that `add` will deliver."""
         self.missing = frozenset(missing)
+        self.drafters: dict[Shape, CompiledProgram] = {}  # programs of a drafter on the device
         self._failure: Exception | None = None  # of a thread that adds programs
         self._awaited: set[Kind] = set()
         self._change = threading.Condition()
@@ -76,22 +78,29 @@ class ProgramTable:
     def _arrange(self, programs: Sequence[Program[Any]]) -> None:
         """Replace the lists. Each is replaced atomically, because other threads read them without a lock."""
 
-        def of(kind: type) -> list[Program[Any]]:
+        def of(kind: Any) -> list[Program[Any]]:
             return [program for program in programs if isinstance(program.shape, kind)]
 
         scorers: list[Program[ScoreShape]] = of(ScoreShape)
         self.forwards = sorted(of(ForwardShape), key=lambda p: (_FORWARD_ORDER.index(kind_of(p.shape)), p.shape.tokens))
         self.samplers = sorted(of(SampleShape), key=lambda p: (p.shape.variant, p.shape.checks, p.shape.rows))
+        drafters: list[Program[DraftShape]] = of(DraftShape)
+        self._drafters = drafters
+        self.drafters.update({program.shape: program.run for program in drafters})
         checks = [p.shape.rows for p in self.samplers if p.shape.checks]
         sizes = [p.shape.tokens for p in self.forwards if p.shape.drafts]
-        self.verify_sizes = tuple(n for n in sizes if checks.count(n) == len(SamplerVariant))
+        lacks_drafter = any(isinstance(shape, DraftShape) and shape not in self.drafters for shape in self.missing)
+        self.verify_sizes = () if lacks_drafter else tuple(
+            n for n in sizes if checks.count(n) == len(SamplerVariant)
+        )  # fmt: skip
         self.poolers = sorted(of(PoolShape), key=lambda p: p.shape.rows)
         self.scorer = scorers[0] if scorers else None
 
     @property
     def programs(self) -> list[Program[Any]]:
         """All programs of the table."""
-        return [*self.forwards, *self.samplers, *self.poolers, *([] if self.scorer is None else [self.scorer])]
+        scorers = [] if self.scorer is None else [self.scorer]
+        return [*self.forwards, *self.samplers, *self.poolers, *scorers, *self._drafters]
 
     @classmethod
     def compile(

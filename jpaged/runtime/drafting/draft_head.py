@@ -39,11 +39,12 @@ from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
-from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slices, slots
+from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import Field
-from jpaged.runtime.step.batch import SPARE_UPDATES, KVGroupRows
+from jpaged.runtime.step.batch import KVGroupRows
+from jpaged.runtime.step.draft_shapes import HeadAbsorbShape, HeadProposeShape
 from jpaged.runtime.step.forward import PagedAttend, flat_weights
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages
@@ -56,61 +57,6 @@ class StepTokens(NamedTuple):
     positions: Array        # int32[tokens]
     rows: Array             # int32[rows]  rows of the request table; padding rows point past its end
     query_start_loc: Array  # int32[rows + 1]
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadAbsorbShape:
-    """Key of an `absorb_step` program, and the layout of its packed input. The sizes are the forward program's."""
-
-    tokens: int
-    rows: int
-    block_size: int
-
-    @property
-    def is_decode(self) -> bool:
-        """Each row has one token."""
-        return self.tokens == self.rows
-
-    @functools.cached_property
-    def cuts(self) -> dict[str, slice]:
-        """Slice of each part in the packed int32 array, by name."""
-        return slices(dict.fromkeys(("next_tokens", "starts", "first_block"), self.rows))
-
-    @property
-    def packed_size(self) -> int:
-        """Number of int32s in the packed input."""
-        return 3 * self.rows
-
-    def __str__(self) -> str:
-        return f"head absorb {self.tokens} tokens {self.rows} rows"
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadProposeShape:
-    """Key of a `propose_head` program, and the layout of its packed input."""
-
-    drafts: int  # k, the most drafts of a row
-    rows: int
-    block_size: int
-    variant: SamplerVariant  # GREEDY or RANDOM
-
-    @property
-    def max_updates(self) -> int:
-        """Maximum changes of block tables: blocks that the drafts fill, and one started block per row."""
-        return self.rows * (1 + self.drafts) // self.block_size + self.rows + SPARE_UPDATES
-
-    @functools.cached_property
-    def cuts(self) -> dict[str, slice]:
-        """Slice of each part in the packed int32 array, by name."""
-        return slices({"rows": self.rows, "num_drafts": self.rows, "updates": 3 * self.max_updates})
-
-    @property
-    def packed_size(self) -> int:
-        """Number of int32s in the packed input."""
-        return 2 * self.rows + 3 * self.max_updates
-
-    def __str__(self) -> str:
-        return f"propose {self.variant.name.lower()} {self.drafts} drafts {self.rows} rows"
 
 
 def pack_head_absorb(
@@ -218,7 +164,7 @@ def absorb_step(
     work = _HeadWork(params, target, block_tables(blocks, step.rows, options.columns), progress[:, 1], shape, options)
     out, pages = work.layer(
         as_pages(state[0], page_v_dim), token_ids, states, jnp.where(real, first[row] + index, 0), row, real, starts,
-        jnp.where(count > 0, length, 0), fields[row, Field.ROPE_LEN], 1 if shape.is_decode else shape.tokens,
+        jnp.where(count > 0, length, 0), fields[row, Field.ROPE_LEN], shape.max_query_len,
     )  # fmt: skip
     last = jnp.take(out, jnp.maximum(starts[1:] - 1, 0), axis=0, mode="clip").astype(state[2].dtype)
     absorbed = jnp.where(count > 0, step.rows, len(table))

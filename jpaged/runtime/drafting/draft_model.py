@@ -23,75 +23,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
-from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slices, slots
+from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import Field
-from jpaged.runtime.step.batch import SPARE_UPDATES, KVGroupRows
+from jpaged.runtime.step.batch import KVGroupRows
+from jpaged.runtime.step.draft_shapes import AbsorbShape, ProposeShape
 from jpaged.runtime.step.forward import PagedAttend, flat_weights
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages
-
-
-@dataclasses.dataclass(frozen=True)
-class AbsorbShape:
-    """Key of an `absorb` program, and the layout of its packed input."""
-
-    tokens: int
-    rows: int
-    block_size: int
-
-    @functools.cached_property
-    def cuts(self) -> dict[str, slice]:
-        """Slice of each part in the packed int32 array, by name."""
-        return slices({"rows": self.rows, "first": self.rows, "num_tokens": self.rows, "tokens": self.tokens})
-
-    @property
-    def packed_size(self) -> int:
-        """Number of int32s in the packed input."""
-        return 3 * self.rows + self.tokens
-
-    def __str__(self) -> str:
-        return f"draft absorb {self.tokens} tokens"
-
-
-@dataclasses.dataclass(frozen=True)
-class ProposeShape:
-    """Key of a `propose` program, and the layout of its packed input."""
-
-    drafts: int  # k, the most drafts of a row
-    rows: int
-    block_size: int
-    variant: SamplerVariant  # GREEDY or RANDOM
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of pass 0. Two of each row: a steady row has LAST_TOKEN, and sometimes its tail."""
-        return 2 * self.rows
-
-    @property
-    def max_updates(self) -> int:
-        """Maximum changes of block tables: blocks that the drafts fill, and one started block per row."""
-        return self.rows * (1 + self.drafts) // self.block_size + self.rows + SPARE_UPDATES
-
-    @functools.cached_property
-    def cuts(self) -> dict[str, slice]:
-        """Slice of each part in the packed int32 array, by name."""
-        rows = ("rows", "num_drafts", "num_known", "continues")
-        return slices(dict.fromkeys(rows, self.rows) | {"updates": 3 * self.max_updates, "known": self.tokens})
-
-    @property
-    def packed_size(self) -> int:
-        """Number of int32s in the packed input."""
-        return 4 * self.rows + 3 * self.max_updates + self.tokens
-
-    def __str__(self) -> str:
-        return f"propose {self.variant.name.lower()} {self.drafts} drafts {self.rows} rows"
 
 
 def pack_absorb(

@@ -9,7 +9,7 @@ drafts, then its sample program. `DraftHead.absorb` runs after the sample progra
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,7 @@ import numpy as np
 from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, SamplerVariant, StepPlan
 from jpaged.models.spec import Params
 from jpaged.runtime.drafting.draft_head import (
-    HeadAbsorbShape,
     HeadOptions,
-    HeadProposeShape,
     StepTokens,
     compile_draft_head,
     pack_head_absorb,
@@ -28,9 +26,7 @@ from jpaged.runtime.drafting.draft_head import (
     target_leaves,
 )
 from jpaged.runtime.drafting.draft_model import (
-    AbsorbShape,
     DraftModelOptions,
-    ProposeShape,
     compile_draft_model,
     pack_absorb,
     pack_propose,
@@ -39,10 +35,15 @@ from jpaged.runtime.drafting.draft_state import DraftSizes, DraftState, create_d
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState
+from jpaged.runtime.step.draft_shapes import (
+    AbsorbShape,
+    DraftShape,
+    HeadAbsorbShape,
+    HeadProposeShape,
+    ProposeShape,
+)
 from jpaged.runtime.step.forward import flat_weights
 from jpaged.runtime.store.stored_programs import ProgramStore
-
-DraftShape = AbsorbShape | ProposeShape | HeadAbsorbShape | HeadProposeShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,25 +96,30 @@ class DraftBuild:
 class _Drafter:
     """State and programs of a drafter."""
 
-    def __init__(self, build: DraftBuild, params: Params, programs: dict[DraftShape, Callable[..., Any]]):
+    def __init__(self, build: DraftBuild, params: Params, programs: Mapping[DraftShape, Callable[..., Any]]):
         """Allocate the state.
 
         params:   the drafter's weights.
         programs: compiled with `DraftBuild.compile`, by shape. Another thread may add programs.
         """
-        self._build, self._weights, self.programs = build, flat_weights(params), programs
+        self._build, self.programs = build, programs
+        self.use(params)
         self.state: DraftState | None = build.create_state()
 
-    def _smallest(self, kind: type, rows: int, **wanted: Any) -> Any:
-        """The smallest program of a kind for `rows` rows. Raises ValueError if none is large enough."""
+    def use(self, params: Params | None) -> None:
+        """Use these weights of the drafter from now on. None: drop them."""
+        self._weights = () if params is None else flat_weights(params)
+
+    def _smallest(self, kind: type, rows: int, tokens: int = 0, **wanted: Any) -> Any:
+        """The smallest program of a kind for rows and tokens. Raises ValueError if none is large enough."""
         fits = [
             shape for shape in self.programs
-            if isinstance(shape, kind) and shape.rows >= rows
+            if isinstance(shape, kind) and shape.rows >= rows and getattr(shape, "tokens", 0) >= tokens
             and all(getattr(shape, name) == value for name, value in wanted.items())
         ]  # fmt: skip
         if not fits:
-            raise ValueError(f"no {kind.__name__} program for {rows} rows with {wanted}")
-        return min(fits, key=lambda shape: shape.rows)
+            raise ValueError(f"no {kind.__name__} program for {rows} rows and {tokens} tokens with {wanted}")
+        return min(fits, key=lambda shape: (shape.rows, getattr(shape, "tokens", 0)))
 
     @property
     def live(self) -> DraftState:
@@ -165,10 +171,7 @@ class DraftModel(_Drafter):
         """
         options = self._build.options
         assert isinstance(options, DraftModelOptions)
-        for part in drafts.absorbs:
-            shape = self._smallest(AbsorbShape, len(part.rows))
-            packed = pack_absorb(part.rows, part.first, part.num_tokens, part.tokens, shape)
-            self._keep(self.programs[shape](self._weights, self.live.arrays, target.table, target.blocks, packed))
+        self.absorb(drafts, target)
         shape = self._smallest(ProposeShape, num_rows, variant=proposal_variant(plan))
         packed = pack_propose(
             plan.rows, drafts.num_drafts, drafts.num_known, drafts.continues, drafts.known, updates, shape,
@@ -179,12 +182,20 @@ class DraftModel(_Drafter):
         return tokens
 
 
+    def absorb(self, drafts: ModelDraftPlan, target: DeviceState) -> None:
+        """Compute the KV of known tokens."""
+        for part in drafts.absorbs:
+            shape = self._smallest(AbsorbShape, len(part.rows), len(part.tokens))
+            packed = pack_absorb(part.rows, part.first, part.num_tokens, part.tokens, shape)
+            self._keep(self.programs[shape](self._weights, self.live.arrays, target.table, target.blocks, packed))
+
+
 class DraftHead(_Drafter):
     """A layer that proposes tokens from the target's hidden states."""
 
     def __init__(
         self, build: DraftBuild, params: Params, target_params: Params,
-        programs: dict[DraftShape, Callable[..., Any]],
+        programs: Mapping[DraftShape, Callable[..., Any]],
     ):  # fmt: skip
         """Allocate the state. target_params: the target's weights. Others as in `_Drafter`."""
         super().__init__(build, params, programs)
@@ -198,13 +209,17 @@ class DraftHead(_Drafter):
         self._target = flat_weights(target_leaves(options.spec, options.target_spec, params))
 
     def absorb(
-        self, drafts: HeadPlan, step: StepTokens, hidden: Sequence[jax.Array], target: DeviceState
-    ) -> None:
+        self, drafts: HeadPlan, step: StepTokens, hidden: Sequence[jax.Array], target: DeviceState,
+        max_query_len: int,
+    ) -> None:  # fmt: skip
         """Follow a step, after its sample program.
 
-        step, hidden: results of the step's forward program. target: its table and blocks are read.
+        step, hidden: results of the step's forward program. max_query_len: of this program. target: its table and
+        blocks are read.
         """
-        shape = self._smallest(HeadAbsorbShape, len(step.rows), tokens=len(step.token_ids))
+        shape = self._smallest(
+            HeadAbsorbShape, len(step.rows), len(step.token_ids), max_query_len=max_query_len
+        )
         packed = pack_head_absorb(drafts.next_tokens, drafts.starts, drafts.first_block, shape)
         self._keep(self.programs[shape](
             self._weights, self._target, self.live.arrays, target.table, target.blocks, tuple(step), tuple(hidden),

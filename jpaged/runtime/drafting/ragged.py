@@ -1,16 +1,9 @@
 """Rows of different lengths on one axis of tokens: rows, indices and KV slots of the tokens, on the device."""
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jpaged.runtime.drafting.draft_state import TableColumns
-
-
-def slices(sizes: dict[str, int]) -> dict[str, slice]:
-    """Slice of each part in a packed array, by name, from the sizes of the parts."""
-    ends = np.cumsum(list(sizes.values()))
-    return {name: slice(int(end) - size, int(end)) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 def block_tables(

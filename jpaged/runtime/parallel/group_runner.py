@@ -51,6 +51,10 @@ class LeaderRunner:
         self._group.send("sample", handle.number, list(masks))
         return NumberedHandle(handle.number, self._runner.sample(handle.handle, masks))
 
+    def proposed(self, handle: NumberedHandle) -> np.ndarray:
+        """Drafts of a verify step. Every node has them; node 0 alone reads them."""
+        return self._runner.proposed(handle.handle)
+
     def collect(self, handle: NumberedHandle) -> StepResult:
         """Wait for a step. Every node has the result; node 0 alone reads it."""
         return self._runner.collect(handle.handle)

@@ -40,7 +40,7 @@ from pallas_kernels.write_kv import matching_write
 StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf]
 
 # Second result of `forward`.
-ForwardResult = Int[Array, "..."] | Float[Array, "tokens hidden"] | tuple[Int[Array, "..."], Int[Array, "3 tokens"]]
+ForwardResult = Int[Array, "..."] | Float[Array, "tokens hidden"] | tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,7 @@ def forward(
     gated_dot: str | None = None,
     shards: Shards = WHOLE,
     stage: Stage = ALONE,
+    capture: tuple[int, ...] | None = None,
 ) -> tuple[DeviceState, ForwardResult]:
     """Run the decoder over one plan, or the layers of one pipeline stage. Donate `state`.
 
@@ -106,6 +107,9 @@ def forward(
     layer's busiest device, summed over layers.
 
     A verify program returns (that, `Batch.checked`) as its result. It leaves LENGTH to the sampling program.
+
+    capture: of `decoder.decode`, for a draft head. Then two more results follow: the step's tokens (`StepTokens`), and
+    the captured hidden states; () captures the last ones.
     """
     state, batch = build_batch(state, packed, shape, proposed)
     num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
@@ -113,12 +117,12 @@ def forward(
     if count > 1:
         batch = context.own_part(batch, count)
         hidden = None if hidden is None else context.own_tokens(hidden, count)
-    x, pages, choices = decoder.decode(
+    x, pages, choices, *captured = decoder.decode(
         spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
         PagedAttend(shape.max_query_len, implementation, shards, count),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
-        gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer,
+        gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer, capture=capture or (),
     )  # fmt: skip
     table, output_rows = state.table, state.output_rows
     if not shape.drafts:
@@ -138,7 +142,11 @@ def forward(
         if count > 1:  # sum over devices that have the same experts but other tokens
             pairs = lax.psum(pairs, CONTEXT)
         counted = jnp.stack([num_tokens, pairs.max(1).sum()])
-    return state, (counted if batch.checked is None else (counted, batch.checked))
+    more: tuple[Any, ...] = () if batch.checked is None else (batch.checked,)
+    if capture is not None:
+        tokens = (batch.token_ids, batch.positions, batch.rows, batch.kv_groups[0].query_start_loc)
+        more += (tokens, tuple(captured) or (x,))
+    return state, ((counted, *more) if more else counted)
 
 
 def upload_row(state: DeviceState, packed: Int[Array, " row_and_table"]) -> DeviceState:
@@ -200,6 +208,7 @@ def compile_forward(
     gated_dot: str | None = None,
     store: ProgramStore | None = None,
     stage: Stage = ALONE,
+    capture: tuple[int, ...] | None = None,
 ) -> jax.stages.Compiled:
     """Compile a forward program from arrays or ShapeDtypeStructs, for `run_forward`.
 
@@ -208,7 +217,7 @@ def compile_forward(
     call = functools.partial(
         forward_of_arrays, weight_tree=jax.tree.structure(params), page_v_dim=state.page_v_dim, spec=spec,
         kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation, gated_dot=gated_dot,
-        shards=placement.shards, stage=stage,
+        shards=placement.shards, stage=stage, capture=capture,
     )  # fmt: skip
     packed = placement.shape((shape.packed_size,), np.int32)
     arguments: tuple[Any, ...] = (flat_weights(params), state_arrays(state), packed)

@@ -8,6 +8,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.draft_shapes import DraftShape
 from jpaged.runtime.step.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
 
 # Maximum number of programs with default options. Five are not in the table: upload_row, two sizes of block copies, and
@@ -39,11 +40,12 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
 
-Shape = ForwardShape | OutputShape
+Shape = ForwardShape | OutputShape | DraftShape
 
 Kind = str  # see `kind_of`
 # Kinds. A `sample` program has its variant's name, with CHECKS before it for verify steps.
 DECODE, VERIFY, MIXED, SCORE, POOL, CHECKS = "decode", "verify", "mixed", "score", "pool", "checks "
+DRAFT = "draft"  # all programs of a drafter on the device
 # Verify programs hold this many rows with the maximum of drafts. On CPU a step's time grows with its tokens, so one of
 # them has as many tokens as the smallest decode program has rows: with it, a few drafts cost nothing.
 VERIFY_ROWS = (8, 32)
@@ -148,6 +150,8 @@ def kind_of(shape: Shape) -> Kind:
             return SCORE
         case PoolShape():
             return POOL
+        case _:
+            return DRAFT
 
 
 def size(shape: Shape) -> int:

@@ -7,12 +7,14 @@ Never: starts a program.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jpaged.engine.step_plan import ExpertLoad, StepPlan, StepResult
 from jpaged.runtime.sampling.sampler import unpack
+from jpaged.runtime.step.batch import ForwardShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,20 @@ class StepHandle:
     # samples, or the plan waits for masks. A verify step has an entry for each token: see `sample_checked`.
     output: jax.Array | None
     checked: jax.Array | None = None  # of a verify step: `Batch.checked`
+    # For a draft head: the step's tokens (`StepTokens`) and the captured hidden states. Empty after they were absorbed.
+    captured: tuple[tuple[jax.Array, ...], ...] = ()
+    max_query_len: int = 1  # of the forward program
+    proposed: jax.Array | None = None  # int32[rows of the program, max_drafts]  drafts of a drafter on the device
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, shape: ForwardShape, result: Any, scores: tuple[jax.Array, ...],
+        proposed: jax.Array | None = None,
+    ) -> "StepHandle":  # fmt: skip
+        """The handle of a step that has not sampled. result: of its forward program."""
+        counted, *more = result if isinstance(result, tuple) else (result,)
+        checked = more.pop(0) if plan.drafts is not None else None
+        return cls(plan, counted, scores, None, checked, tuple(more), shape.max_query_len, proposed)
 
 
 def download(handle: StepHandle, *, pools: bool, pairs_of_token: int) -> StepResult:

@@ -15,9 +15,7 @@ from jpaged.models.draft_head import HeadKind, HeadSpec, head_param_shapes
 from jpaged.models.sharding import Shards
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.runtime.drafting.draft_head import (
-    HeadAbsorbShape,
     HeadOptions,
-    HeadProposeShape,
     compile_draft_head,
     pack_head_absorb,
     pack_head_propose,
@@ -26,6 +24,7 @@ from jpaged.runtime.drafting.draft_head import (
 from jpaged.runtime.drafting.draft_state import DraftSizes, TableColumns, create_draft_state, draft_state_shapes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, Field
+from jpaged.runtime.step.draft_shapes import HeadAbsorbShape, HeadProposeShape
 from jpaged.runtime.step.forward import flat_weights
 
 K, ROWS, WIDTH, BLOCK, TOKENS, VOCAB = 3, 8, 8, 8, 32, 96
@@ -95,7 +94,7 @@ class Followed:
 
         The token after them is the next token of the prompt if it is a tuple, else it was sampled.
         """
-        shape = HeadAbsorbShape(tokens, ROWS, BLOCK)
+        shape = HeadAbsorbShape(tokens, ROWS, BLOCK, 1 if tokens == ROWS else tokens)
         ids, positions, hidden, after = [], [], [], []
         for row, (first, of_row, accepted, next_token) in rows.items():
             ids += of_row

@@ -14,9 +14,7 @@ from jpaged.kv_groups import group_layers
 from jpaged.models import decoder
 from jpaged.models.spec import WeightLayout
 from jpaged.runtime.drafting.draft_model import (
-    AbsorbShape,
     DraftModelOptions,
-    ProposeShape,
     compile_draft_model,
     pack_absorb,
     pack_propose,
@@ -33,6 +31,7 @@ from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions, sample_tokens
 from jpaged.runtime.state import NUM_FIELDS, Field, row_values
+from jpaged.runtime.step.draft_shapes import AbsorbShape, ProposeShape
 from jpaged.runtime.step.forward import flat_weights
 from tests.support.random_decoder import BLOCK, SPEC, random_params
 from tests.support.row_inits import make_row

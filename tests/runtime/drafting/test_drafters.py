@@ -6,12 +6,13 @@ import numpy as np
 from jpaged.engine.speculation.model_drafts import DraftRow, ModelDrafts
 from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.models.spec import WeightLayout
-from jpaged.runtime.drafting.draft_model import AbsorbShape, DraftModelOptions, ProposeShape
+from jpaged.runtime.drafting.draft_model import DraftModelOptions
 from jpaged.runtime.drafting.draft_state import DraftSizes, TableColumns
 from jpaged.runtime.drafting.drafters import DraftBuild, DraftModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step.batch import block_updates
+from jpaged.runtime.step.draft_shapes import AbsorbShape, ProposeShape
 from jpaged.runtime.store.stored_programs import ProgramStore
 from pallas_kernels.cpu_kernels import kernels_of_model
 from tests.engine.speculation.fake_request import FakeRequest
