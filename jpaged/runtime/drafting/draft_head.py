@@ -37,7 +37,7 @@ from jpaged.models.draft_head import (
 )
 from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from jpaged.runtime.drafting.choose import choose_drafts
+from jpaged.runtime.drafting.choose import choose_drafts, draft_uniforms
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
 from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots
 from jpaged.runtime.placement import Placement
@@ -207,7 +207,7 @@ def propose_head(
     tables = block_tables(blocks, rows, options.columns)
     work = _HeadWork(params, target, tables, progress[:, 1], shape, options)
     num_rows = jnp.max(jnp.where(num_drafts > 0, jnp.arange(1, shape.rows + 1), 0))
-    row = jnp.arange(shape.rows)
+    row, uniforms = jnp.arange(shape.rows), draft_uniforms(fields, length + 1, shape.drafts, shape.variant)
     starts = jnp.minimum(jnp.arange(shape.rows + 1), num_rows)
 
     def one_pass(i: Array, carry: tuple) -> tuple:
@@ -221,12 +221,14 @@ def propose_head(
             as_pages(page_arrays, page_v_dim), draft, before, positions, row, writes, starts, lens,
             fields[:, Field.ROPE_LEN], 1,
         )  # fmt: skip
-        draft = work.drafts(out, fields, positions + 2, num_rows, shape.variant)
+        numbers = None if uniforms is None else jnp.take(uniforms, i, axis=1)
+        draft = work.drafts(out, fields, positions + 2, num_rows, numbers, shape.variant)
         return page_arrays_of(pages), out, lax.dynamic_update_slice(drafts, draft[:, None], (0, i))
 
     out = jnp.take(state[2], rows, axis=0, mode="clip")
     drafts = jnp.zeros((shape.rows, shape.drafts), jnp.int32)
-    drafts = drafts.at[:, 0].set(work.drafts(out, fields, length + 1, num_rows, shape.variant))
+    numbers = None if uniforms is None else uniforms[:, 0]
+    drafts = drafts.at[:, 0].set(work.drafts(out, fields, length + 1, num_rows, numbers, shape.variant))
     page_arrays, _, drafts = lax.fori_loop(1, jnp.max(num_drafts), one_pass, (state[0], out, drafts))
     drafts = jnp.where(jnp.arange(shape.drafts) < num_drafts[:, None], drafts, -1)
     return (page_arrays, *state[1:]), drafts
@@ -273,7 +275,7 @@ class _HeadWork:
 
     def drafts(
         self, out: Float[Array, "rows hidden"], fields: Array, positions: Array, num_rows: Array,
-        variant: SamplerVariant,
+        uniforms: Array | None, variant: SamplerVariant,
     ) -> Int[Array, " rows"]:  # fmt: skip
         """The draft of each row, from the layer's output. positions: of the drafts."""
         options, spec = self.options, self.options.spec
@@ -283,7 +285,7 @@ class _HeadWork:
         )  # fmt: skip
         vocab = min(spec.num_logits, options.target_spec.vocab_size)
         drafts = choose_drafts(
-            logits, fields, positions, vocab=vocab, variant=variant,
+            logits, fields, positions, uniforms, vocab=vocab, variant=variant,
             options=SamplerOptions(0, rows_per_search=options.rows_per_search),
         )  # fmt: skip
         return to_target_ids(self.params, drafts)

@@ -87,7 +87,7 @@ class Followed:
 
     def weight_arguments(self):
         leaves = target_leaves(self.spec, TARGET, self.target)
-        return flat_weights(self.params), flat_weights(leaves), self.arrays, self.table, self.blocks
+        return flat_weights(self.params), flat_weights(leaves), self.arrays, self.table.copy(), self.blocks.copy()
 
     def step(self, rows, starts=(), first_block=-1, tokens=TOKENS):
         """One step of the target. rows: by row (first position, token ids, accepted of them, token after them).
