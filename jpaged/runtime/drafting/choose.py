@@ -7,8 +7,9 @@ of the target but not the drafts, so fewer drafts are accepted in rows that have
 
 A greedy row's draft is the most likely id. A random row's draft is drawn with the temperature, limits and random number
 that the target's sampler uses at this position. The more alike the two distributions are, the more often both draw the
-same token. Any draft is correct, so on CPU the draw of a row with top_k, top_p or min_p is approximate: it takes the
-most likely ids one by one, which is much cheaper than sorting 64 of them.
+same token. Any draft is correct, so on CPU the draw of a row with top_k, top_p or min_p is approximate. It takes the
+most likely ids one by one, which costs less than sorting 64 of them. For 8 x 4,096 logits a pass takes 63 us more than
+a greedy pass, and 440 us more with the target's sampler (`benchmarks/draft_passes.py`).
 """
 
 import jax.numpy as jnp

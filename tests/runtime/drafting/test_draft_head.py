@@ -204,6 +204,18 @@ def test_a_row_that_was_not_followed_starts_at_the_next_block(followed):
     assert followed.propose([4]) == [followed.expected(ids, 32)]
 
 
+def test_a_fork_starts_at_the_next_block(followed):
+    ids = PROMPT[:13]
+    followed.step({3: (0, ids, 13, 40), 6: (13, [], 0, 41)}, starts={3, 6})
+    followed.blocks[6, 0] = followed.blocks[3, 0]
+    assert followed.propose([6, 3]) == [[-1] * K, followed.expected([*ids, 40])]
+    ids = [*ids, 41]
+    for token in (42, 43, 44, 45):
+        followed.step({6: (len(ids) - 1, ids[-1:], 1, token)}, tokens=ROWS)
+        ids.append(token)
+    assert followed.propose([6]) == [followed.expected(ids, 16)]
+
+
 def test_a_cached_prefix_whose_blocks_have_kv_of_the_head_is_seen(followed):
     ids = PROMPT[:23]
     followed.step({1: (0, ids[:16], 16, (ids[16],))}, starts={1})

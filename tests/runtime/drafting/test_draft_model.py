@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +67,8 @@ def dense_logits(params):
 
 
 @functools.cache
-def compiled(shape):
-    state = draft_state_shapes(SPEC, SIZES, dtype=DTYPE, placement=PLACEMENT)
+def compiled(shape, sizes=SIZES):
+    state = draft_state_shapes(SPEC, sizes, dtype=DTYPE, placement=PLACEMENT)
     table = PLACEMENT.shape((ROWS, NUM_FIELDS), np.int32)
     blocks = PLACEMENT.shape((ROWS, 2 * WIDTH), np.int32)
     params = jax.eval_shape(random_params)
@@ -240,6 +241,21 @@ def test_random_rows_draw_what_the_target_would_draw_from_these_logits(sequences
             ids.append(draft)
         assert of_row != greedy(sequences.ids[row])
     assert drafts[2] == greedy(sequences.ids[7])
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("variant", [SamplerVariant.GREEDY, SamplerVariant.RANDOM])
+def test_pages_are_updated_in_place(variant):
+    """Also in the loop over the passes."""
+    sizes = dataclasses.replace(SIZES, num_blocks=4096)  # 17 MB for each layer
+    program = compiled(ProposeShape(K, ROWS, BLOCK, variant), sizes)
+    pages = draft_state_shapes(SPEC, sizes, dtype=DTYPE).page_arrays
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves(pages))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / len(pages)
+    shape = ",".join(map(str, pages[0][0].shape))
+    assert not re.search(rf"f32\[{shape}\]\S* copy\(", program.as_text())
 
 
 def test_more_tokens_than_the_program_takes_are_an_error():
