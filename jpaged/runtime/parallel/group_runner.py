@@ -10,6 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
 from jpaged.errors import EngineError
 from jpaged.runtime.parallel.process_group import ProcessGroup
