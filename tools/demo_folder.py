@@ -22,19 +22,18 @@ def write_folder(
     record:    measurements of `train_demo.export`, written to training_curve.json and to the card.
     """
     out.mkdir(parents=True, exist_ok=True)
-    save_file(_hugging_face_tensors(spec, params), out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors writes 0600
+    save_tensors(llama_tensors(spec, params), out / "model.safetensors")
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
-    _write_json(out / "config.json", _config(spec, end))
-    _write_json(out / "generation_config.json", {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
-    _write_json(out / "tokenizer_config.json", _tokenizer_config(spec))
-    _write_json(out / "training_curve.json", record)
+    write_json(out / "config.json", llama_config(spec, end))
+    write_json(out / "generation_config.json", {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
+    write_json(out / "tokenizer_config.json", _tokenizer_config(spec))
+    write_json(out / "training_curve.json", record)
     (out / "README.md").write_text(_card(spec, record), "utf-8")
     return sum(file.stat().st_size for file in out.iterdir())
 
 
-def _config(spec: DecoderSpec, end: int) -> dict[str, Any]:
+def llama_config(spec: DecoderSpec, end: int) -> dict[str, Any]:
     if spec.rope is None:
         raise ValueError("spec.rope is None: a Llama needs rotary positions")
     return {
@@ -85,27 +84,42 @@ def _card(spec: DecoderSpec, record: dict[str, Any]) -> str:
     )
 
 
-def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
 
 
-def _hugging_face_tensors(spec: DecoderSpec, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return bf16 tensors under the names of Transformers' LlamaForCausalLM."""
+def llama_tensors(spec: DecoderSpec, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return bf16 tensors under the names of Transformers' LlamaForCausalLM, with a tied output matrix."""
     names = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
-    for i, layer in enumerate(params["layers"]):
-        prefix, qkv, q_per_kv = f"model.layers.{i}.", layer["qkv"], spec.q_per_kv
-        names |= {
-            prefix + "self_attn.q_proj.weight": qkv[:, :q_per_kv].reshape(-1, spec.hidden_size),
-            prefix + "self_attn.k_proj.weight": qkv[:, q_per_kv].reshape(-1, spec.hidden_size),
-            prefix + "self_attn.v_proj.weight": qkv[:, q_per_kv + 1].reshape(-1, spec.hidden_size),
-            prefix + "self_attn.o_proj.weight": layer["o"],
-            prefix + "mlp.gate_proj.weight": layer["gate_up"][0],
-            prefix + "mlp.up_proj.weight": layer["gate_up"][1],
-            prefix + "mlp.down_proj.weight": layer["down"],
-            prefix + "input_layernorm.weight": params["attn_norm"][i],
-            prefix + "post_attention_layernorm.weight": params["mlp_norm"][i],
-        }
-    return {name: np.ascontiguousarray(np.asarray(a).astype(ml_dtypes.bfloat16)) for name, a in names.items()}
+    for i in range(spec.num_layers):
+        names |= layer_tensors(f"model.layers.{i}.", spec, params, i)
+    return in_bfloat16(names)
+
+
+def layer_tensors(prefix: str, spec: DecoderSpec, params: dict[str, Any], layer: int) -> dict[str, Any]:
+    """Return a Llama layer's arrays under Transformers' names."""
+    matrices, q_per_kv = params["layers"][layer], spec.q_per_kv
+    qkv, inputs = matrices["qkv"], matrices["qkv"].shape[-1]
+    return {
+        prefix + "self_attn.q_proj.weight": qkv[:, :q_per_kv].reshape(-1, inputs),
+        prefix + "self_attn.k_proj.weight": qkv[:, q_per_kv].reshape(-1, inputs),
+        prefix + "self_attn.v_proj.weight": qkv[:, q_per_kv + 1].reshape(-1, inputs),
+        prefix + "self_attn.o_proj.weight": matrices["o"],
+        prefix + "mlp.gate_proj.weight": matrices["gate_up"][0],
+        prefix + "mlp.up_proj.weight": matrices["gate_up"][1],
+        prefix + "mlp.down_proj.weight": matrices["down"],
+        prefix + "input_layernorm.weight": params["attn_norm"][layer],
+        prefix + "post_attention_layernorm.weight": params["mlp_norm"][layer],
+    }
+
+
+def in_bfloat16(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.ascontiguousarray(np.asarray(a).astype(ml_dtypes.bfloat16)) for name, a in arrays.items()}
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes 0600
 
 
 CHAT_TEMPLATE = """{%- for message in messages -%}

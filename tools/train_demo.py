@@ -29,8 +29,9 @@ import platform
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,11 @@ from demo_corpus import END_OF_TEXT, Stream, held_out_sample, read_corpus, train
 from demo_folder import write_folder
 from jax import lax
 from jaxtyping import Array, Float, Int
+from tqdm import tqdm
 
 from jpaged.cli.common.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.models import decoder
-from jpaged.models.spec import AttentionOptions, DecoderSpec, Rope, param_shapes
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, Rope, param_shapes
 
 STDLIB = pathlib.Path(sysconfig.get_path("stdlib"))
 LOSS_WINDOW = 1024  # tokens per window of the recorded held-out loss
@@ -101,19 +103,27 @@ class Recipe:
         return peak * jnp.minimum(1.0, jnp.minimum((step + 1) / self.warmup_steps, left))
 
 
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
 def init_params(seed: int) -> decoder.Params:
+    """Initialise the demo model's weights."""
+    return init_tree(param_shapes(SPEC, jnp.float32), seed, SPEC.num_layers)
+
+
+def init_tree(tree: Params, seed: int, num_layers: int) -> Params:
     """Initialise: normal with standard deviation 0.02, less for outputs to the residual stream; norms are 1."""
-    shapes, tree = jax.tree.flatten_with_path(param_shapes(SPEC, jnp.float32))
+    shapes, tree = jax.tree.flatten_with_path(tree)
     keys = jax.random.split(jax.random.key(seed), len(shapes))
 
     def leaf(path: Any, shape: jax.ShapeDtypeStruct, key: Array) -> Array:
         name = path[-1].key
         if name.endswith("norm"):
             return jnp.ones(shape.shape, shape.dtype)
-        scale = 0.02 / math.sqrt(2 * SPEC.num_layers) if name in ("o", "down") else 0.02
+        scale = 0.02 / math.sqrt(2 * num_layers) if name in ("o", "down") else 0.02
         return scale * jax.random.normal(key, shape.shape, shape.dtype)
 
     return jax.tree.unflatten(tree, [leaf(p, s, k) for (p, s), k in zip(shapes, keys, strict=True)])
@@ -210,6 +220,7 @@ def make_optimizer(recipe: Recipe) -> Any:
         "gate_up": MuonDimensionNumbers(reduction_axis=2, output_axis=1),  # gate and up are two matrices
         "o": MuonDimensionNumbers(reduction_axis=1, output_axis=0),
         "down": MuonDimensionNumbers(reduction_axis=1, output_axis=0),
+        "fc": MuonDimensionNumbers(reduction_axis=1, output_axis=0),  # of a draft head
     }
 
     def matrices(params: Any) -> Any:
@@ -228,38 +239,52 @@ def make_optimizer(recipe: Recipe) -> Any:
 
 
 def train(recipe: Recipe, work: pathlib.Path) -> None:
-    """Train until `recipe.steps`, from the last checkpoint in `work` if there is one. Prints and saves the curve."""
-    import optax
-
+    """Train the demo model."""
     work.mkdir(parents=True, exist_ok=True)
     corpus = read_corpus(STDLIB)
     tokenizer = train_tokenizer(corpus.train, SPEC.vocab_size)
     tokenizer.save(str(work / "tokenizer.json"))
     stream, held_out = Stream.encode(tokenizer, corpus.train), Stream.encode(tokenizer, corpus.held_out)
     probe = held_out.windows(512, 32)
+    run_steps(
+        recipe, work, init_params(recipe.seed), lambda params, ids: token_losses(params, ids).mean(),
+        lambda step: (recipe.batch(stream, step),), lambda params: mean_loss(params, probe),
+        f"{len(stream.ids):,} training tokens, {len(held_out.ids):,} held out",
+    )  # fmt: skip
+
+
+def run_steps(
+    recipe: Recipe, work: pathlib.Path, params: Params, loss_of: Callable[..., Array],
+    batch_of: Callable[[int], tuple[Any, ...]], held_out_loss: Callable[[Params], float], data: str,
+) -> None:  # fmt: skip
+    """Train until `recipe.steps`, from the last checkpoint in `work` if there is one. Prints and saves the curve.
+
+    params:   initial weights, float32.
+    loss_of:  loss of the weights and a batch.
+    batch_of: batch of a step.
+    data:     description of the data, for the first line.
+    """
+    import optax
+
     optimizer = make_optimizer(recipe)
-    params = init_params(recipe.seed)
     state = (params, optimizer.init(params))
     progress = Progress(0, 0.0, 0.0, [])
     if (work / "checkpoint.npz").exists():
         state, progress = load_checkpoint(work, state, recipe)
-    print(
-        f"{sum(a.size for a in jax.tree.leaves(params)):,} parameters, {len(stream.ids):,} training tokens,"
-        f" {len(held_out.ids):,} held out; from step {progress.step}",
-        flush=True,
-    )
+    print(f"{sum(a.size for a in jax.tree.leaves(params)):,} parameters, {data}; from step {progress.step}", flush=True)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def update(state: Any, ids: Int[Array, "batch length_plus_1"]) -> tuple[Any, Float[Array, ""]]:
+    def update(state: Any, *batch: Any) -> tuple[Any, Float[Array, ""]]:
         params, optimizer_state = state
-        loss, gradient = jax.value_and_grad(lambda p: token_losses(p, ids).mean())(params)
+        loss, gradient = jax.value_and_grad(lambda p: loss_of(p, *batch))(params)
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), loss
 
     started, cpu_started = time.monotonic() - progress.seconds, time.process_time() - progress.cpu_seconds
     losses = []
-    for step in range(progress.step, recipe.steps):
-        state, loss = update(state, recipe.batch(stream, step))
+    bar = tqdm(range(progress.step, recipe.steps), initial=progress.step, total=recipe.steps, unit="step")
+    for step in bar:
+        state, loss = update(state, *batch_of(step))
         losses.append(float(loss))
         done = step + 1
         if done % 50 == 0 or done == recipe.steps:
@@ -271,11 +296,11 @@ def train(recipe: Recipe, work: pathlib.Path) -> None:
                 "seconds": round(progress.seconds, 1),
                 "cpu_seconds": round(progress.cpu_seconds, 1),
                 "train_loss": round(float(np.mean(losses)), 4),
-                "held_out_loss": round(mean_loss(state[0], probe), 4),
+                "held_out_loss": round(held_out_loss(state[0]), 4),
             }
             losses = []
             progress.curve.append(point)
-            print(json.dumps(point), flush=True)
+            tqdm.write(json.dumps(point))
             if done % 100 == 0 or done == recipe.steps:
                 save_checkpoint(work, state, progress, recipe)
 
@@ -308,7 +333,7 @@ def load_checkpoint(work: pathlib.Path, like: Any, recipe: Recipe | None = None)
         progress = Progress(**record["progress"])
         leaves = [jnp.asarray(saved[f"leaf_{i}"]) for i in range(len(jax.tree.leaves(like)))]
     if recipe is not None:
-        old = recipe_of(record["recipe"])
+        old = recipe_of(record["recipe"], type(recipe))
         free = dict.fromkeys(("steps", "decay_share", "decay_lengths"))
         same = old == recipe or (
             progress.step <= min(old.decay_start, recipe.decay_start)
@@ -319,11 +344,14 @@ def load_checkpoint(work: pathlib.Path, like: Any, recipe: Recipe | None = None)
     return jax.tree.unflatten(jax.tree.structure(like), leaves), progress
 
 
-def load_params(work: pathlib.Path) -> tuple[decoder.Params, Progress, Recipe]:
-    """Return weights, progress and recipe of the run in `work`. Weights are rounded to bf16, and stored as float32."""
-    params, progress = load_checkpoint(work, init_params(0))
+def load_params(work: pathlib.Path, like: Params, kind: type[AnyRecipe]) -> tuple[Params, Progress, AnyRecipe]:
+    """Return weights (a tree like `like`), progress and recipe of the run in `work`.
+
+    Weights are rounded to bf16, and stored as float32. kind: the recipe's class.
+    """
+    params, progress = load_checkpoint(work, like)
     with np.load(work / "checkpoint.npz") as saved:
-        recipe = recipe_of(json.loads(str(saved["record"]))["recipe"])
+        recipe = recipe_of(json.loads(str(saved["record"]))["recipe"], kind)
     return jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), params), progress, recipe
 
 
@@ -333,10 +361,8 @@ def load_tokenizer(work: pathlib.Path) -> Any:
     return Tokenizer.from_file(str(work / "tokenizer.json"))
 
 
-def recipe_of(record: dict[str, Any]) -> Recipe:
-    values = dict(record)
-    values["decay_lengths"] = tuple(values["decay_lengths"])  # JSON has no tuples
-    return Recipe(**values)
+def recipe_of(record: dict[str, Any], kind: type[AnyRecipe]) -> AnyRecipe:
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
 
 
 # --- export and samples -----------------------------------------------------------------------------------------------
@@ -347,7 +373,7 @@ def export(work: pathlib.Path, out: pathlib.Path, check_text: pathlib.Path) -> N
 
     check_text: a text outside the corpus. Its loss is recorded too, so that a test can compute it again.
     """
-    params, progress, recipe = load_params(work)
+    params, progress, recipe = load_params(work, init_params(0), Recipe)
     tokenizer = load_tokenizer(work)
     corpus = read_corpus(STDLIB)
     train_ids = Stream.encode(tokenizer, corpus.train).ids
@@ -402,7 +428,7 @@ def sample(work: pathlib.Path, num_tokens: int) -> None:
 
     There is no KV cache: each step computes whole sequences.
     """
-    params, progress, _ = load_params(work)
+    params, progress, _ = load_params(work, init_params(0), Recipe)
     tokenizer = load_tokenizer(work)
     prompts = [tokenizer.encode(p).ids for p in BUILT_IN_PROMPTS]
     width = max(map(len, prompts)) + num_tokens
