@@ -7,13 +7,14 @@ passes 1 to j at index p, which stand for the drafts.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.models import decoder, draft_head
 from jpaged.models.draft_head import HeadSpec
@@ -132,20 +133,20 @@ def cdf_interval(logits: Float[Array, "rows vocab"], ids: Int[Array, " rows"]) -
 
 def accepted(
     logits: Float[Array, "rows vocab"], target_logits: Float[Array, "rows vocab"], ids: Int[Array, " rows"],
-    shares: Float[Array, " rows"], *, greedy: bool,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Whether a draft equals the target's token, and sum(min(p, q)). Both bool and float32 [rows].
+    shares: Float[Array, " rows"], temperature: float,
+) -> Bool[Array, " rows"]:  # fmt: skip
+    """True if a draft equals the target's token, one of `ids`.
 
     The drafter draws with the uniform number that chose the target's token. Given the token, this number is uniform in
     the token's interval of the target's cumulative distribution. shares: place in the interval, in [0, 1).
+    temperature: of the drafter; 0 = its most likely id.
     """
-    overlap = jnp.minimum(jax.nn.softmax(logits, -1), jax.nn.softmax(target_logits, -1)).sum(-1)
-    if greedy:
-        return logits.argmax(-1) == ids, overlap
+    if temperature == 0:
+        return logits.argmax(-1) == ids
     low, high = cdf_interval(target_logits, ids)
     draw = low + shares * (high - low)
-    low, high = cdf_interval(logits, ids)
-    return (low <= draw) & (draw < high), overlap
+    low, high = cdf_interval(logits / temperature, ids)
+    return (low <= draw) & (draw < high)
 
 
 def mean_lengths(hits: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -168,11 +169,11 @@ def mean_lengths(hits: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def measure(
-    target: Any, drafting: Drafting, ids: np.ndarray, states: np.ndarray, first: int, *, greedy: bool
-) -> Acceptance:
-    """Measure on the target's own continuations.
+    target: Any, drafting: Drafting, ids: np.ndarray, states: np.ndarray, first: int, temperatures: Sequence[float]
+) -> list[Acceptance]:
+    """Measure on the target's own continuations, for each of the drafter's `temperatures`.
 
-    ids:    int32[rows, length], continued at temperature 0 (greedy) or 1.
+    ids:    int32[rows, length], continued at temperature 0 or 1.
     states: float32[states, rows, length, hidden].
     first:  tokens of the prompts.
     """
@@ -182,25 +183,25 @@ def measure(
     def of_row(ids: Array, states: tuple[Array, ...], shares: Array) -> tuple[Array, Array]:
         length = ids.shape[1]
         logits = decoder.lm_head(target.spec, target.params, states[-1][0])
-        found = []
-        for j, draft in enumerate(drafting(ids, states)):
-            wanted, shifted_logits = shifted(ids, 2 + j)[0], shifted(logits[None], 1 + j)[0]
-            share = shifted(shares, 2 + j)[0]
-            found.append(accepted(draft[0], shifted_logits, wanted, share, greedy=greedy))
-        valid = jnp.arange(length)
-        hits = jnp.stack([hit & (valid + 2 + j < length) for j, (hit, _) in enumerate(found)])
-        return hits, jnp.stack([overlap for _, overlap in found])
+        hits, overlaps = [], []
+        for j, (draft,) in enumerate(drafting(ids, states)):
+            wanted, share = shifted(ids, 2 + j)[0], shifted(shares, 2 + j)[0]
+            of_target = shifted(logits[None], 1 + j)[0]
+            known = jnp.arange(length) + 2 + j < length
+            hits.append(jnp.stack([accepted(draft, of_target, wanted, share, each) & known for each in temperatures]))
+            overlaps.append(jnp.minimum(jax.nn.softmax(draft, -1), jax.nn.softmax(of_target, -1)).sum(-1))
+        return jnp.stack(hits, axis=1), jnp.stack(overlaps)
 
-    all_hits, all_overlaps = [], []
+    found = []
     for row in range(len(ids)):
-        shares = rng.random((1, ids.shape[1]), np.float32)
-        hits, overlaps = of_row(jnp.asarray(ids[row : row + 1]), tuple(jnp.asarray(states[:, row : row + 1])), shares)
-        all_hits.append(np.asarray(hits))
-        all_overlaps.append(np.asarray(overlaps))
-    hits, overlaps = np.stack(all_hits), np.stack(all_overlaps)
-    drafts = hits.shape[1]
-    inside = slice(first - 1, hits.shape[2] - 1 - drafts)  # index p: the token p + 1 is known, so p + 2 is drafted
-    runs = np.cumprod(hits, axis=1)[:, :, inside].mean((0, 2))
-    # Index p drafts the tokens after p + 1: a decode that has tokens up to p + 1 is at index p.
-    lengths = mean_lengths(hits, np.full(len(ids), first - 1))
-    return Acceptance(runs, lengths, overlaps[:, :, inside].mean((0, 2), dtype=np.float64))
+        shares = jnp.asarray(rng.random((1, ids.shape[1]), np.float32))
+        found.append(of_row(jnp.asarray(ids[row : row + 1]), tuple(jnp.asarray(states[:, row : row + 1])), shares))
+    all_hits, overlaps = (np.stack(parts) for parts in zip(*found, strict=True))
+    drafts = overlaps.shape[1]
+    inside = slice(first - 1, overlaps.shape[2] - 1 - drafts)  # from the prompt's end to the last complete step
+    overlap = overlaps[:, :, inside].mean((0, 2), dtype=np.float64)
+    starts = np.full(len(ids), first - 1)
+    return [
+        Acceptance(np.cumprod(hits, axis=1)[:, :, inside].mean((0, 2)), mean_lengths(hits, starts), overlap)
+        for hits in np.moveaxis(all_hits, 1, 0)
+    ]

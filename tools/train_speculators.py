@@ -61,6 +61,12 @@ DRAFTS = 6           # drafts per step of the measurements
 MEASURED_ROWS = 48   # continuations of each temperature
 MEASURED_LENGTH = 384
 MEASURED_PROMPT = 128
+# temperature of the text -> temperatures of the drafter, with their names
+MEASURED = {
+    0.0: {0.0: "greedy"},
+    1.0: {1.0: "temperature 1", 0.7: "temperature 1, drafts at 0.7", 0.5: "temperature 1, drafts at 0.5",
+          0.0: "temperature 1, greedy drafts"},
+}  # fmt: skip
 
 DRAFT_SPEC = DecoderSpec(
     vocab_size=4096, hidden_size=96, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32,
@@ -298,25 +304,23 @@ def measurements(method: str, target: Target, work: pathlib.Path) -> dict[str, A
     """Acceptance on greedy text and at temperature 1."""
     made, params, *_ = trained(method, target, work)
     found = {}
-    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+    for temperature, names in MEASURED.items():
         ids, states = continuations(target, work, temperature)
-        found[name] = measure(
-            target, made.drafting(params), ids, states, MEASURED_PROMPT, greedy=temperature == 0
-        )
+        of_drafters = measure(target, made.drafting(params), ids, states, MEASURED_PROMPT, tuple(names))
+        found |= dict(zip(names.values(), of_drafters, strict=True))
     return found
 
 
 def print_measurements(method: str, found: dict[str, Acceptance]) -> None:
-    numbers = range(1, DRAFTS + 1)
-    print(f"{method:52}" + "".join(f"{k:7}" for k in numbers))
+    print(f"{method:60}" + "".join(f"{k:7}" for k in range(1, DRAFTS + 1)))
     for name, one in found.items():
         rows = {
-            "drafts 1 to k are all accepted": one.runs,
-            "tokens per step with k drafts": one.lengths,
-            "sum(min(p, q)) of draft k": one.overlaps,
+            "drafts 1 to k are accepted": one.runs,
+            "tokens per step, k drafts": one.lengths,
+            "sum(min(p, q)), draft k": one.overlaps,
         }
         for title, values in rows.items():
-            print(f"{name:14}{title:38}" + "".join(f"{value:7.3f}" for value in values))
+            print(f"{name:32}{title:28}" + "".join(f"{value:7.3f}" for value in values))
 
 
 def export(method: str, target: Target, work: pathlib.Path, out: pathlib.Path) -> None:
