@@ -38,9 +38,10 @@ def passes_attend(
     # [batch * kv_heads, length, ...]: a block of one KV head and one row fits into the CPU's cache
     q = q.reshape(batch, length, kv_heads, -1, head_dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(batch * kv_heads, length, -1, head_dim)
-    new = tuple(a.reshape(batch, length, kv_heads, head_dim).transpose(0, 2, 1, 3).reshape(-1, length, head_dim)
-                for a in (k, v))  # fmt: skip
-    pages = (*pages, new)
+    k, v = (
+        a.reshape(batch, length, kv_heads, head_dim).transpose(0, 2, 1, 3).reshape(-1, length, head_dim) for a in (k, v)
+    )
+    pages = (*pages, (k, v))
     own = pages[1:]  # of the drafts: each query sees those at its own index
 
     @jax.checkpoint
@@ -205,3 +206,13 @@ def measure(
         Acceptance(np.cumprod(hits, axis=1)[:, :, inside].mean((0, 2)), mean_lengths(hits, starts), overlap)
         for hits in np.moveaxis(all_hits, 1, 0)
     ]
+
+
+def agreement(target: Any, drafting: Drafting, ids: Int[Array, "one length"], states: tuple[Array, ...]) -> list[float]:
+    """Shares of the positions of a text at which draft 0, 1, ... is the target's most likely token."""
+    best = decoder.lm_head(target.spec, target.params, states[-1][0]).argmax(-1)
+    shares = []
+    for j, draft in enumerate(drafting(ids, states)):
+        same = draft[0].argmax(-1) == shifted(best[None], 1 + j)[0]
+        shares.append(round(float(same[: ids.shape[1] - 1 - j].mean()), 4))
+    return shares

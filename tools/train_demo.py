@@ -362,7 +362,9 @@ def load_tokenizer(work: pathlib.Path) -> Any:
 
 
 def recipe_of(record: dict[str, Any], kind: type[AnyRecipe]) -> AnyRecipe:
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+    # JSON has no tuples
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
+    return kind(**values)
 
 
 # --- export and samples -----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ from speculator_data import (
     target_states,
 )
 from speculator_folder import write_draft, write_eagle3, write_mtp
-from speculator_passes import Acceptance, Drafting, head_passes, measure, shifted
+from speculator_passes import Acceptance, Drafting, agreement, head_passes, measure, shifted
 from train_demo import (
     LOGITS_CHUNK,
     STDLIB,
@@ -88,8 +89,8 @@ class SpeculatorRecipe(Recipe):
 
 RECIPES = {
     "draft": SpeculatorRecipe(steps=1800),
-    "eagle3": SpeculatorRecipe(steps=1000, passes=3, draft_vocab=1280),
-    "mtp": SpeculatorRecipe(steps=600, passes=2),
+    "eagle3": SpeculatorRecipe(steps=900, decay_share=0.6, passes=3, draft_vocab=1280),
+    "mtp": SpeculatorRecipe(steps=300, decay_share=0.6, passes=2),
 }
 
 
@@ -145,7 +146,7 @@ def _distil(x: Array, matrix: Array, wanted: Array) -> tuple[Array, tuple[Array,
         gradient = wanted.sum(-1, keepdims=True) * jnp.exp(logs) - wanted
         return matrix_gradient + gradient.T @ x, (-(wanted * logs).sum(), gradient @ matrix)
 
-    chunks = tuple(a.reshape(-1, LOGITS_CHUNK, a.shape[-1]) for a in (x, wanted))
+    chunks = (x.reshape(-1, LOGITS_CHUNK, x.shape[-1]), wanted.reshape(-1, LOGITS_CHUNK, wanted.shape[-1]))
     matrix_gradient, (losses, x_gradient) = lax.scan(chunk, jnp.zeros_like(matrix), chunks)
     return losses.sum(), (x_gradient.reshape(x.shape), matrix_gradient)
 
@@ -323,6 +324,14 @@ def print_measurements(method: str, found: dict[str, Acceptance]) -> None:
             print(f"{name:32}{title:28}" + "".join(f"{value:7.3f}" for value in values))
 
 
+def check_text(target: Target, drafting: Drafting) -> dict[str, Any]:
+    """How many drafts agree with the target on a text of the package, so that a test can compute it again."""
+    text = (pathlib.Path(target.model) / "held_out.txt").read_text("utf-8")
+    ids = jnp.asarray([target.tokenizer.encode(text).ids[:LOGITS_CHUNK]], jnp.int32)
+    states = target_states(target, ids, blocked_causal_attend)
+    return {"file": "held_out.txt", "tokens": ids.size, "agreement": agreement(target, drafting, ids, states)}
+
+
 def export(method: str, target: Target, work: pathlib.Path, out: pathlib.Path) -> None:
     """Write the folder `out`, with the measurements of the exported weights."""
     made, params, progress, recipe = trained(method, target, work)
@@ -334,6 +343,7 @@ def export(method: str, target: Target, work: pathlib.Path, out: pathlib.Path) -
         "seconds": round(progress.seconds),
         "cpu_seconds": round(progress.cpu_seconds),
         "acceptance": {name: one.record() for name, one in found.items()},
+        "check_text": check_text(target, made.drafting(params)),
         "curve": progress.curve,
     }
     if method == "draft":
