@@ -67,7 +67,8 @@ def data_files() -> frozenset[str]:
     tuning = {name for name in files_under(*PRODUCT) if Path(name).name == "tuning.json"}
     # The last four do not exist. If one appears, it replaces pytest's options in pyproject.toml.
     others = {"pyproject.toml", ".ci/run", "pytest.ini", "pytest.toml", "tox.ini", "setup.cfg"}
-    return frozenset(data | tuning | others | set(files_under("jpaged/demo_model")))
+    models = set(files_under("jpaged/demo_model", "jpaged/demo_draft", "jpaged/demo_eagle3"))
+    return frozenset(data | tuning | others | models)
 
 
 @functools.cache

@@ -87,10 +87,11 @@ class SpeculatorRecipe(Recipe):
     draft_vocab: int | None = None  # ids of an EAGLE-3 head: the most frequent ones of the text
 
 
+HEAD_TEXT: dict[str, Any] = {"length": ROW_LENGTH, "decay_lengths": (ROW_LENGTH,), "decay_share": 0.6}
 RECIPES = {
     "draft": SpeculatorRecipe(steps=1800),
-    "eagle3": SpeculatorRecipe(steps=900, decay_share=0.6, passes=3, draft_vocab=1280),
-    "mtp": SpeculatorRecipe(steps=300, decay_share=0.6, passes=2),
+    "eagle3": SpeculatorRecipe(steps=500, passes=3, draft_vocab=1280, **HEAD_TEXT),
+    "mtp": SpeculatorRecipe(steps=300, passes=2, **HEAD_TEXT),
 }
 
 
@@ -202,7 +203,7 @@ def head_speculator(target: Target, recipe: SpeculatorRecipe, method: str, ids: 
     shapes, fixed = draft_head.head_param_shapes(spec, jnp.float32), {}
     shapes.pop("d2t", None)
     params = init_tree(shapes, recipe.seed, target.spec.num_layers)
-    params["final_norm"] = target.params["final_norm"]
+    params["final_norm"] = jnp.copy(target.params["final_norm"])  # a step of training donates its weights
     chosen = np.arange(target.spec.vocab_size)
     if spec.draft_vocab_size is not None:
         counts = np.bincount(ids.reshape(-1), minlength=target.spec.vocab_size)
