@@ -3,7 +3,7 @@
     python benchmarks/draft_passes.py [--hidden 96] [--layers 2] [--vocab 4096] [--rows 1 8] [--repeats 300]
 
 Random weights in float32. Prints the median microseconds of a whole call with 1, 2, 4 and 8 drafts in each row, and of
-one pass, for greedy rows, random rows, and random rows with top_p. Calls are interleaved in one process.
+one pass. Calls are interleaved in one process.
 """
 
 import argparse
@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, Rope, WeightLayout, param_shapes
-from jpaged.params.sampling import COLUMNS
 from jpaged.runtime.drafting.draft_model import DraftModelOptions, ProposeShape, compile_draft_model, pack_propose
 from jpaged.runtime.drafting.draft_state import DraftSizes, TableColumns, create_draft_state, draft_state_shapes
 from jpaged.runtime.placement import Placement
@@ -26,7 +24,6 @@ from jpaged.runtime.step.forward import flat_weights
 
 BLOCK, WIDTH, TABLE_ROWS, MOST, LENGTH = 16, 64, 32, 8, 100
 COUNTS = (1, 2, 4, 8)
-KINDS = {"greedy": (0.0, 1.0), "random": (0.8, 1.0), "random, top_p": (0.8, 0.95)}  # (temperature, top_p)
 
 
 def random_weights(spec: DecoderSpec) -> dict:
@@ -40,16 +37,13 @@ def random_weights(spec: DecoderSpec) -> dict:
     return params | {"final_norm": params["final_norm"] * 4}
 
 
-def measure(spec: DecoderSpec, rows: int, temperature: float, top_p: float, repeats: int) -> dict[int, float]:
+def measure(spec: DecoderSpec, rows: int, repeats: int) -> dict[int, float]:
     """Median microseconds of a proposal, by the number of drafts."""
     placement, dtype = Placement.single(jax.devices()[0]), np.dtype(np.float32)
     sizes, columns = DraftSizes(2048, BLOCK, TABLE_ROWS, is_head=False), TableColumns(0, WIDTH)
-    variant = SamplerVariant.RANDOM if temperature else SamplerVariant.GREEDY
-    shape, params = ProposeShape(MOST, 8, BLOCK, variant), random_weights(spec)
+    shape, params = ProposeShape(MOST, 8, BLOCK), random_weights(spec)
     fields = np.zeros((TABLE_ROWS, NUM_FIELDS), np.int32)
     fields[:, Field.LENGTH] = LENGTH
-    fields.view(np.float32)[:, Field.TEMPERATURE] = temperature
-    fields.view(np.float32)[:, COLUMNS["top_p"]] = top_p
     table = jnp.asarray(fields)
     blocks = jnp.arange(TABLE_ROWS * WIDTH, dtype=jnp.int32).reshape(TABLE_ROWS, WIDTH)
     options = DraftModelOptions(spec, WeightLayout(), columns, "cpu", spec.vocab_size)
@@ -89,11 +83,9 @@ def main() -> None:
     )  # fmt: skip
     print(f"JAX {jax.__version__}, {platform.processor() or platform.machine()}; us of a call by drafts, us of a pass")
     for rows in args.rows:
-        for name, (temperature, top_p) in KINDS.items():
-            found = measure(spec, rows, temperature, top_p, args.repeats)
-            a_pass = (found[8] - found[2]) / 6
-            calls = " ".join(f"{count}: {value:5.0f}" for count, value in found.items())
-            print(f"{rows} rows, {name:14} {calls}   pass {a_pass:5.0f}")
+        found = measure(spec, rows, args.repeats)
+        calls = " ".join(f"{count}: {value:5.0f}" for count, value in found.items())
+        print(f"{rows} rows   {calls}   pass {(found[8] - found[2]) / 6:5.0f}")
 
 
 if __name__ == "__main__":

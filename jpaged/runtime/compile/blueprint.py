@@ -421,7 +421,6 @@ class FittedBuild:
         common: dict[str, Any] = {
             "columns": TableColumns.of(limits.kv_groups, limits.width), "layout": drafter.layout,
             "implementation": usable_implementations(placement.device, *call)[0],
-            "rows_per_search": blueprint.sampler_options.rows_per_search,
         }  # fmt: skip
         if isinstance(drafter.spec, HeadSpec):
             options: Any = HeadOptions(

@@ -23,7 +23,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.models.draft_head import (
     HeadSpec,
@@ -37,11 +36,10 @@ from jpaged.models.draft_head import (
 )
 from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from jpaged.runtime.drafting.choose import choose_drafts, draft_uniforms
+from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
 from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import Field
 from jpaged.runtime.step.batch import KVGroupRows
 from jpaged.runtime.step.draft_shapes import HeadAbsorbShape, HeadProposeShape
@@ -107,7 +105,6 @@ class HeadOptions:
     layout: WeightLayout = WeightLayout()         # of the head's own leaves
     target_layout: WeightLayout = WeightLayout()  # of the target's
     gated_dot: str | None = None  # implementation of `pallas_kernels.gated_dot`; None: the best one
-    rows_per_search: int = 8      # see `SamplerOptions`
     shards: Shards = WHOLE        # of the target's leaves. The head's are whole on every device
 
     def check(self) -> None:
@@ -207,7 +204,7 @@ def propose_head(
     tables = block_tables(blocks, rows, options.columns)
     work = _HeadWork(params, target, tables, progress[:, 1], shape, options)
     num_rows = jnp.max(jnp.where(num_drafts > 0, jnp.arange(1, shape.rows + 1), 0))
-    row, uniforms = jnp.arange(shape.rows), draft_uniforms(fields, length + 1, shape.drafts, shape.variant)
+    row = jnp.arange(shape.rows)
     starts = jnp.minimum(jnp.arange(shape.rows + 1), num_rows)
 
     def one_pass(i: Array, carry: tuple) -> tuple:
@@ -221,14 +218,12 @@ def propose_head(
             as_pages(page_arrays, page_v_dim), draft, before, positions, row, writes, starts, lens,
             fields[:, Field.ROPE_LEN], 1,
         )  # fmt: skip
-        numbers = None if uniforms is None else jnp.take(uniforms, i, axis=1)
-        draft = work.drafts(out, fields, positions + 2, num_rows, numbers, shape.variant)
+        draft = work.drafts(out, num_rows)
         return page_arrays_of(pages), out, lax.dynamic_update_slice(drafts, draft[:, None], (0, i))
 
     out = jnp.take(state[2], rows, axis=0, mode="clip")
     drafts = jnp.zeros((shape.rows, shape.drafts), jnp.int32)
-    numbers = None if uniforms is None else uniforms[:, 0]
-    drafts = drafts.at[:, 0].set(work.drafts(out, fields, length + 1, num_rows, numbers, shape.variant))
+    drafts = drafts.at[:, 0].set(work.drafts(out, num_rows))
     page_arrays, _, drafts = lax.fori_loop(1, jnp.max(num_drafts), one_pass, (state[0], out, drafts))
     drafts = jnp.where(jnp.arange(shape.drafts) < num_drafts[:, None], drafts, -1)
     return (page_arrays, *state[1:]), drafts
@@ -273,22 +268,15 @@ class _HeadWork:
         )  # fmt: skip
         return out, (page,)
 
-    def drafts(
-        self, out: Float[Array, "rows hidden"], fields: Array, positions: Array, num_rows: Array,
-        uniforms: Array | None, variant: SamplerVariant,
-    ) -> Int[Array, " rows"]:  # fmt: skip
-        """The draft of each row, from the layer's output. positions: of the drafts."""
+    def drafts(self, out: Float[Array, "rows hidden"], num_rows: Int[Array, ""]) -> Int[Array, " rows"]:
+        """The draft of each row, from the layer's output."""
         options, spec = self.options, self.options.spec
         logits = head_logits(
             spec, self.params, out, self.target, num_rows=num_rows,
             layout=options.layout if spec.own_head else options.target_layout,
         )  # fmt: skip
         vocab = min(spec.num_logits, options.target_spec.vocab_size)
-        drafts = choose_drafts(
-            logits, fields, positions, uniforms, vocab=vocab, variant=variant,
-            options=SamplerOptions(0, rows_per_search=options.rows_per_search),
-        )  # fmt: skip
-        return to_target_ids(self.params, drafts)
+        return to_target_ids(self.params, choose_drafts(logits, vocab))
 
 
 def absorb_step_of_arrays(

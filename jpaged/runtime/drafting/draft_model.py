@@ -25,11 +25,10 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from jpaged.runtime.drafting.choose import choose_drafts, draft_uniforms
+from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
 from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import Field
 from jpaged.runtime.step.batch import KVGroupRows
 from jpaged.runtime.step.draft_shapes import AbsorbShape, ProposeShape
@@ -99,7 +98,6 @@ class DraftModelOptions:
     implementation: str   # attention implementation
     target_vocab: int     # drafts are below it
     gated_dot: str | None = None  # implementation of `pallas_kernels.gated_dot`; None: the best one
-    rows_per_search: int = 8      # see `SamplerOptions`
 
 
 def absorb(
@@ -138,10 +136,7 @@ def propose(
     updates = part["updates"].reshape(-1, 3)
     changed = jnp.where(updates[:, 0] < 0, len(table), updates[:, 0])
     blocks = blocks.at[changed, updates[:, 1]].set(updates[:, 2], mode="drop")
-    uniforms = draft_uniforms(fields, fields[:, Field.LENGTH] + 1, shape.drafts, shape.variant)
-    work = _Proposal(
-        params, fields, block_tables(blocks, rows, options.columns), part["num_drafts"], uniforms, shape, options
-    )
+    work = _Proposal(params, fields, block_tables(blocks, rows, options.columns), part["num_drafts"], shape, options)
     pages, draft = work.first_pass(as_pages(state[0], page_v_dim), part, jnp.take(state[1], rows, axis=0, mode="clip"))
     drafts = jnp.full((shape.rows, shape.drafts), -1, jnp.int32).at[:, 0].set(draft)
 
@@ -168,7 +163,6 @@ class _Proposal:
     fields: Int[Array, "rows num_fields"]  # of the request table
     tables: Int[Array, "rows width"]       # block tables
     num_drafts: Int[Array, " rows"]
-    uniforms: Float[Array, "rows drafts"] | None
     shape: ProposeShape
     options: DraftModelOptions
 
@@ -194,7 +188,7 @@ class _Proposal:
             self.fields[row, Field.ROPE_LEN], shape.tokens, self.options,
         )  # fmt: skip
         hidden = jnp.take(hidden, jnp.maximum(starts[1:] - 1, 0), axis=0, mode="clip")
-        return pages, self._drafts(hidden, length + 1, 0)
+        return pages, self._drafts(hidden)
 
     def next_pass(
         self, pages: tuple[KVPages, ...], draft: Int[Array, " rows"], i: Int[Array, ""]
@@ -211,25 +205,19 @@ class _Proposal:
             self.params, pages, KVGroupRows(self.tables, slot, lens, starts), draft, positions,
             self.fields[:, Field.ROPE_LEN], 1, self.options,
         )  # fmt: skip
-        return pages, self._drafts(hidden, positions + 1, i)
+        return pages, self._drafts(hidden)
 
     @property
     def _num_rows(self) -> Int[Array, ""]:
         """Number of leading rows that include all rows with drafts."""
         return jnp.max(jnp.where(self.num_drafts > 0, jnp.arange(1, self.shape.rows + 1), 0))
 
-    def _drafts(
-        self, hidden: Float[Array, "rows hidden"], positions: Int[Array, " rows"], index: Int[Array, ""] | int
-    ) -> Int[Array, " rows"]:
+    def _drafts(self, hidden: Float[Array, "rows hidden"]) -> Int[Array, " rows"]:
         options = self.options
-        uniforms = None if self.uniforms is None else jnp.take(self.uniforms, index, axis=1)
         logits = decoder.lm_head(
             options.spec, self.params, hidden, layout=options.layout, num_rows=self._num_rows
         )
-        return choose_drafts(
-            logits, self.fields, positions, uniforms, vocab=min(options.target_vocab, options.spec.vocab_size),
-            variant=self.shape.variant, options=SamplerOptions(0, rows_per_search=options.rows_per_search),
-        )  # fmt: skip
+        return choose_drafts(logits, min(options.target_vocab, options.spec.vocab_size))
 
 
 def _decode(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, SamplerVariant, StepPlan
+from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, StepPlan
 from jpaged.models.spec import Params
 from jpaged.runtime.drafting.draft_head import (
     HeadOptions,
@@ -149,11 +149,6 @@ class _Drafter:
             self.state = self._build.create_state()
 
 
-def proposal_variant(plan: StepPlan) -> SamplerVariant:
-    """The variant of the proposal for a step: GREEDY if all rows are greedy, else RANDOM."""
-    return SamplerVariant.GREEDY if plan.sampler is SamplerVariant.GREEDY else SamplerVariant.RANDOM
-
-
 class DraftModel(_Drafter):
     """A smaller model that proposes tokens."""
 
@@ -172,7 +167,7 @@ class DraftModel(_Drafter):
         options = self._build.options
         assert isinstance(options, DraftModelOptions)
         self.absorb(drafts, target)
-        shape = self._smallest(ProposeShape, num_rows, variant=proposal_variant(plan))
+        shape = self._smallest(ProposeShape, num_rows)
         packed = pack_propose(
             plan.rows, drafts.num_drafts, drafts.num_known, drafts.continues, drafts.known, updates, shape,
             options.columns,
@@ -233,7 +228,7 @@ class DraftHead(_Drafter):
 
         num_drafts: int32[R], by row of the plan.
         """
-        shape = self._smallest(HeadProposeShape, num_rows, variant=proposal_variant(plan))
+        shape = self._smallest(HeadProposeShape, num_rows)
         packed = pack_head_propose(plan.rows, num_drafts, updates, shape, self._columns)
         arrays, tokens = self.programs[shape](
             self._weights, self._target, self.live.arrays, target.table, target.blocks, packed

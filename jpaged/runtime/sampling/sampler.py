@@ -148,7 +148,7 @@ def sample_tokens(
     row_logits = _Logits(work, peak, inverse, maxima, options.fixed_sums, min(options.rows_per_search, rows))
 
     def draw() -> tuple[Int[Array, " rows"], _Kept]:
-        uniforms, typical = uniform_numbers(fields, positions), variant is SamplerVariant.FULL
+        uniforms, typical = _uniforms(fields, positions), variant is SamplerVariant.FULL
         return _draw(row_logits, greedy, uniforms, _Limits.of(row_logits, fields, is_random, typical=typical))
 
     everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
@@ -513,7 +513,7 @@ def _float(bits: Int[Array, " rows"]) -> Float[Array, " rows"]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def uniform_numbers(fields: Int[Array, "rows num_fields"], positions: Int[Array, " rows"]) -> Float[Array, " rows"]:
+def _uniforms(fields: Int[Array, "rows num_fields"], positions: Int[Array, " rows"]) -> Float[Array, " rows"]:
     """One number in [0, 1) for each row, of the key fold_in(fold_in(key(seed), sample index), position)."""
 
     def one(low: Array, high: Array, sample_index: Array, position: Array) -> Array:

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.runtime.step.batch import SPARE_UPDATES, ForwardShape
 
 ABSORB_TOKENS = 32  # of the smaller `absorb` program, which catches up after a few steps without drafts
-PROPOSE_VARIANTS = (SamplerVariant.GREEDY, SamplerVariant.RANDOM)
 
 
 def slices(sizes: dict[str, int]) -> dict[str, slice]:
@@ -53,7 +51,6 @@ class ProposeShape:
     drafts: int  # k, the most drafts of a row
     rows: int
     block_size: int
-    variant: SamplerVariant  # GREEDY or RANDOM
 
     @property
     def tokens(self) -> int:
@@ -77,7 +74,7 @@ class ProposeShape:
         return 4 * self.rows + 3 * self.max_updates + self.tokens
 
     def __str__(self) -> str:
-        return f"propose {self.variant.name.lower()} {self.drafts} drafts {self.rows} rows"
+        return f"propose {self.drafts} drafts {self.rows} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +107,6 @@ class HeadProposeShape:
     drafts: int  # k, the most drafts of a row
     rows: int
     block_size: int
-    variant: SamplerVariant  # GREEDY or RANDOM
 
     @property
     def max_updates(self) -> int:
@@ -128,7 +124,7 @@ class HeadProposeShape:
         return 2 * self.rows + 3 * self.max_updates
 
     def __str__(self) -> str:
-        return f"propose {self.variant.name.lower()} {self.drafts} drafts {self.rows} rows"
+        return f"propose {self.drafts} drafts {self.rows} rows"
 
 
 DraftShape = AbsorbShape | ProposeShape | HeadAbsorbShape | HeadProposeShape
@@ -139,12 +135,12 @@ def draft_model_shapes(forwards: Sequence[ForwardShape]) -> list[DraftShape]:
     verifies = [shape for shape in forwards if shape.drafts]
     tokens, rows = max(shape.tokens for shape in forwards), max(shape.rows for shape in forwards)
     absorbs = [AbsorbShape(n, rows, verifies[0].block_size) for n in sorted({min(ABSORB_TOKENS, tokens), tokens})]
-    return [*absorbs, *(ProposeShape(s.drafts, s.rows, s.block_size, v) for s in verifies for v in PROPOSE_VARIANTS)]
+    return [*absorbs, *dict.fromkeys(ProposeShape(s.drafts, s.rows, s.block_size) for s in verifies)]
 
 
 def draft_head_shapes(forwards: Sequence[ForwardShape]) -> list[DraftShape]:
     """Programs of a draft head: `absorb_step` for each forward program, `propose_head` for each verify program."""
     verifies = [shape for shape in forwards if shape.drafts]
     absorbs = {HeadAbsorbShape(s.tokens, s.rows, s.block_size, s.max_query_len): None for s in forwards}
-    proposes = [HeadProposeShape(s.drafts, s.rows, s.block_size, v) for s in verifies for v in PROPOSE_VARIANTS]
-    return [*absorbs, *dict.fromkeys(proposes)]
+    proposes = dict.fromkeys(HeadProposeShape(s.drafts, s.rows, s.block_size) for s in verifies)
+    return [*absorbs, *proposes]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.models import decoder, draft_head
 from jpaged.models.draft_head import HeadKind, HeadSpec, head_param_shapes
@@ -118,7 +117,7 @@ class Followed:
         self.arrays = compiled(self.name, shape)(*self.weight_arguments(), step, tuple(states), packed)
 
     def propose(self, rows, counts=None):
-        shape = HeadProposeShape(K, ROWS, BLOCK, SamplerVariant.GREEDY)
+        shape = HeadProposeShape(K, ROWS, BLOCK)
         packed = pack_head_propose(
             np.array(rows), np.array(counts or [K] * len(rows)), np.zeros((0, 3), np.int32), shape, COLUMNS
         )

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import group_layers
 from jpaged.models import decoder
@@ -30,7 +29,6 @@ from jpaged.runtime.drafting.draft_state import (
 )
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.sampling.sampler import SamplerOptions, sample_tokens
 from jpaged.runtime.state import NUM_FIELDS, Field, row_values
 from jpaged.runtime.step.draft_shapes import AbsorbShape, ProposeShape
 from jpaged.runtime.step.forward import flat_weights
@@ -106,9 +104,9 @@ class Sequences:
         packed = pack_absorb(*of_row, np.array(self.ids[row][first:end], np.int32), shape)
         self.arrays = compiled(shape)(self.weights, self.arrays, self.table.copy(), self.blocks.copy(), packed)
 
-    def propose(self, rows, counts=None, known=None, continues=False, variant=SamplerVariant.GREEDY):
+    def propose(self, rows, counts=None, known=None, continues=False):
         """Drafts of rows; known: number of tokens before LAST_TOKEN that the drafter has not computed."""
-        shape = ProposeShape(K, ROWS, BLOCK, variant)
+        shape = ProposeShape(K, ROWS, BLOCK)
         counts, known = counts or [K] * len(rows), known or [0] * len(rows)
         updates = [update for row, count in zip(rows, counts, strict=True) for update in self._new_blocks(row, count)]
         tokens = [t for row, n in zip(rows, known, strict=True) for t in self.ids[row][len(self.ids[row]) - 1 - n : -1]]
@@ -223,32 +221,11 @@ def test_no_write_leaves_the_block_table(sequences, greedy):
     assert not np.asarray(sequences.arrays[0][0][0])[0].any()
 
 
-def test_random_rows_draw_what_the_target_would_draw_from_these_logits(sequences, dense_logits, greedy):
-    sequences.start(1, prompt(25, 5), temperature=1.5, seed=11)
-    sequences.start(6, prompt(12, 6), temperature=0.7, seed=2**40 + 3, sample_index=2)
-    sequences.start(7, prompt(12, 7))
-    for row, length in ((1, 24), (6, 11), (7, 11)):
-        sequences.absorb(row, 0, length)
-    drafts = sequences.propose([1, 6, 7], variant=SamplerVariant.RANDOM)
-    for row, of_row in zip((1, 6), drafts, strict=False):
-        ids = list(sequences.ids[row])
-        for draft in of_row:
-            expected = sample_tokens(
-                dense_logits(ids)[None], jnp.asarray(sequences.table[row : row + 1]), jnp.array([len(ids)]), None,
-                variant=SamplerVariant.RANDOM, options=SamplerOptions(0),
-            ).token_ids[0]  # fmt: skip
-            assert draft == expected
-            ids.append(draft)
-        assert of_row != greedy(sequences.ids[row])
-    assert drafts[2] == greedy(sequences.ids[7])
-
-
 @pytest.mark.codegen
-@pytest.mark.parametrize("variant", [SamplerVariant.GREEDY, SamplerVariant.RANDOM])
-def test_pages_are_updated_in_place(variant):
+def test_pages_are_updated_in_place():
     """Also in the loop over the passes."""
     sizes = dataclasses.replace(SIZES, num_blocks=4096)  # 17 MB for each layer
-    program = compiled(ProposeShape(K, ROWS, BLOCK, variant), sizes)
+    program = compiled(ProposeShape(K, ROWS, BLOCK), sizes)
     pages = draft_state_shapes(SPEC, sizes, dtype=DTYPE).page_arrays
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(pages))
     memory = program.memory_analysis()
@@ -259,7 +236,7 @@ def test_pages_are_updated_in_place(variant):
 
 
 def test_more_tokens_than_the_program_takes_are_an_error():
-    shape = ProposeShape(K, ROWS, BLOCK, SamplerVariant.GREEDY)
+    shape = ProposeShape(K, ROWS, BLOCK)
     known = np.zeros(2 * ROWS, np.int32)
     with pytest.raises(ValueError, match="17 tokens"):
         pack_propose(

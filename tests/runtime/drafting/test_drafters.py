@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jpaged.engine.speculation.model_drafts import DraftRow, ModelDrafts
-from jpaged.engine.step_plan import SamplerVariant, StepPlan
+from jpaged.engine.step_plan import StepPlan
 from jpaged.models.spec import WeightLayout
 from jpaged.runtime.drafting.draft_model import DraftModelOptions
 from jpaged.runtime.drafting.draft_state import DraftSizes, TableColumns
@@ -35,7 +35,7 @@ def test_a_draft_model_that_is_the_target_proposes_the_next_tokens(tmp_path):
         state, DraftSizes(runner.num_blocks, BLOCK, 8, is_head=False), np.dtype(np.float32),
         Placement.single(jax.devices()[0]), store=store,
     )  # fmt: skip
-    shapes = [AbsorbShape(32, 8, BLOCK), ProposeShape(K, 8, BLOCK, SamplerVariant.GREEDY)]
+    shapes = [AbsorbShape(32, 8, BLOCK), ProposeShape(K, 8, BLOCK)]
     drafter = DraftModel(build, params, {shape: build.compile(shape) for shape in shapes})
     assert len(list((tmp_path / "exported").glob("*_of_arrays-*"))) >= 2, "the programs are stored"
 
