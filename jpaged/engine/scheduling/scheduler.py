@@ -222,7 +222,7 @@ class Scheduler:
         """Use the time of a step to pace later ones."""
         num_prompt = len(step.plan.prompt_tokens)
         self._pace.note(num_prompt, seconds)
-        if self._speculation is not None and not num_prompt:
+        if self._speculation is not None:
             self._speculation.note_seconds(step.plan, seconds)
 
     def note_kv_lost(self) -> None:

@@ -14,6 +14,8 @@ STICK = 1.01          # the last choice wins against choices that are better by 
 FIRST_TRIAL = 32      # steps until a program that is not the best is measured again, at this number of rows
 TRIAL_GROWTH = 2      # each further pause is longer by this factor,
 LONGEST_TRIAL = 16_384
+BURST = 3             # a program that differs from the one before runs at least this often in a row, because the
+                      # time of the first step says nothing: see `Speculation.note_seconds`
 PENDING = 8           # steps to wait for the first measurement of a program that was tried
 NO_DRAFTS_PAUSE = 16  # steps until a trial that found no drafts is tried again
 NO_DRAFTS = 0         # the choice of the decode program. Other choices are sizes of verify programs
@@ -28,6 +30,8 @@ class _RowBucket:
     pause: int = FIRST_TRIAL
     next_trial: int = 0        # step of the next trial. 0: not set yet
     trial: int | None = None   # program of the last trial, until it is the choice
+    running: int = NO_DRAFTS   # program of the last step
+    burst: int = 0             # further steps that run the same program
 
 
 class DraftBudget:
@@ -93,6 +97,8 @@ class DraftBudget:
         """
         if self.verify_sizes and 0 < len(rows) < self.verify_sizes[-1]:
             bucket = self._bucket(len(rows))
+            if bucket.burst > 0 and bucket.running != NO_DRAFTS:
+                return True
             if self._step + 1 >= bucket.next_trial > 0 or self._bound_pays(rows, bucket):
                 return True
         self._step += 1
@@ -119,6 +125,7 @@ class DraftBudget:
         if num_rows == 0 or num_rows >= self.verify_sizes[-1]:
             return nothing
         bucket = self._bucket(num_rows)
+        before, bucket.running = bucket.running, NO_DRAFTS
         if not any(available):
             bucket.next_trial = max(bucket.next_trial, self._step + NO_DRAFTS_PAUSE)
             return nothing
@@ -126,14 +133,22 @@ class DraftBudget:
             return nothing
         if not bucket.next_trial:
             bucket.next_trial = self._step + bucket.pause
-        is_trial = self._step >= bucket.next_trial
-        if not is_trial and not self._bound_pays(rows, bucket):
+        is_trial, goes_on = self._step >= bucket.next_trial, bucket.burst > 0
+        if goes_on and before == NO_DRAFTS:
+            bucket.burst -= 1
+            return nothing
+        if not is_trial and not goes_on and not self._bound_pays(rows, bucket):
             bucket.choice = NO_DRAFTS
             return nothing
         order, gains = self._likeliest(rows, available)
-        choice = self._best(num_rows, gains, bucket)
-        if is_trial:
-            choice = self._trial(num_rows, gains, bucket, choice)
+        if goes_on and any(size == before for size, _ in self._usable(num_rows, gains, bucket)):
+            choice, bucket.burst = before, bucket.burst - 1
+        else:
+            choice = self._best(num_rows, gains, bucket)
+            if is_trial:
+                choice = self._trial(num_rows, gains, bucket, choice)
+            bucket.burst = 0 if choice == before else BURST - 1
+        bucket.running = choice
         if choice == NO_DRAFTS:
             return nothing
         if self._times.seconds(ProgramKind.VERIFY, choice) is None:

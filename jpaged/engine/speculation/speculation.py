@@ -67,6 +67,7 @@ class Speculation:
         self._row_sizes = sorted(row_sizes)
         self._rates: dict[Request, _Rates] = {}
         self._steps_without_gain = 0  # steps since drafts could pay
+        self._last_program: tuple[ProgramKind, int] | None = None  # of the last step
 
     @classmethod
     def create(cls, config: SpeculationConfig, runner: Runner[Any]) -> "Speculation":
@@ -157,14 +158,23 @@ class Speculation:
             rates.prediction.note(draft.count, accepted, DECAY, FIRST_CHANCE)
 
     def note_seconds(self, plan: StepPlan, seconds: float) -> None:
-        """Note the time of a step without prompt tokens."""
+        """Note the time of a step, from the arrival of the step before it to its own.
+
+        It counts only if both ran the same program. Otherwise a part of it may belong to the step before, because the
+        host may be late. A draft model also needs more time in the first step, to catch up.
+        """
+        if len(plan.prompt_tokens):
+            self._last_program = None
+            return
         if plan.drafts is None:
             kind, sizes, size = ProgramKind.DECODE, self._row_sizes, len(plan.rows)
         else:
             kind, sizes, size = ProgramKind.VERIFY, self._budget.verify_sizes, plan.total_tokens
         index = bisect.bisect_left(sizes, size)
-        if index < len(sizes):
-            self._budget.note_seconds(kind, sizes[index], seconds)
+        program = None if index == len(sizes) else (kind, sizes[index])
+        if program is not None and program == self._last_program:
+            self._budget.note_seconds(*program, seconds)
+        self._last_program = program
 
     def note_end(self, request: Request) -> None:
         """Note that a request has ended."""
