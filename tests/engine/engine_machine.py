@@ -2,6 +2,7 @@
 
 import collections
 import random
+from typing import Any, Protocol
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.errors import RequestError
@@ -38,8 +40,17 @@ COUNTERS = (
 )  # fmt: skip
 
 
+class Rules(Protocol):
+    """What masks of a request allow."""
+
+    def next(self, token_ids: list[int], num_output_tokens: int, token: int) -> int:
+        """The token that is sampled after `token_ids`, where the model alone samples `token`."""
+        ...
+
+
 def expected(
-    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], index: int = 0
+    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], index: int = 0,
+    rules: Rules | None = None,
 ) -> tuple[list[int], str]:
     """Tokens and finish reason of one sample of a request that runs alone."""
     tokens = list(token_ids)
@@ -47,7 +58,8 @@ def expected(
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
     seed = sample_seed(params.seed, index) if params.temperature > 0 else 0
     while True:
-        tokens.append(next_token(tokens, VOCAB_SIZE, seed, windows))
+        token = next_token(tokens, VOCAB_SIZE, seed, windows)
+        tokens.append(token if rules is None else rules.next(tokens, len(tokens) - len(token_ids), token))
         if tokens[-1] in stops:
             return tokens[len(token_ids) :], "stop"
         if len(tokens) == longest:
@@ -75,6 +87,8 @@ def expected_beams(
 
 class EngineMachine(RuleBasedStateMachine):
     """Random users, sizes of the pool, numbers of rows, token budgets and kinds of layers."""
+
+    most_waits = 2  # turns in a row that a decode waits for its micro-batch, per further stage
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -114,12 +128,14 @@ class EngineMachine(RuleBasedStateMachine):
             transfer_costs=costs,
             fail_at=failures,
             salt_of=self.salt_of,
+            **self.drafting(crowd, rows + extra_budget),
         )
         scheduling = SchedulingOptions(
             scheduling_policy=policy, max_num_partial_prefills=partial, target_step_ms=target_ms
         )  # fmt: skip
         options = EngineOptions(eos_token_id=EOS, enable_prefix_caching=caching, scheduling=scheduling)
-        self.engine = Engine(self.runner, options=options)
+        self.engine = self.new_engine(options)
+        self.rules: dict[str, Rules] = {}
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.salts: dict[str, str] = {}
         self.progress: dict[tuple[str, int], int] = {}
@@ -127,6 +143,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.waits: collections.Counter[Request] = collections.Counter()  # turns in a row without a token
         self.reached: collections.Counter[str] = collections.Counter()
         self.crowd(crowd, 5)
+
+    def drafting(self, number: int, budget: int) -> dict[str, Any]:
+        """More options of the fake device. number: decides them. budget: tokens of a step."""
+        return {}
+
+    def new_engine(self, options: EngineOptions) -> Engine:
+        """An engine on `self.runner`."""
+        return Engine(self.runner, options=options)
+
+    def ruled(self, request_group: RequestGroup) -> RequestGroup:
+        """The request group, perhaps with `rules` for its tokens."""
+        return request_group
 
     def salt_of(self, row: int) -> str:
         """Salt of the request that owns a row."""
@@ -159,7 +187,8 @@ class EngineMachine(RuleBasedStateMachine):
         priority *= self.engine.options.scheduling.scheduling_policy == "priority"
         try:
             salted = {"prompt_token_ids": prompt, "cache_salt": salt}
-            self.engine.add_request(request_id, salted, params, stream=stream, priority=priority)
+            request_group = self.engine.inputs.process(request_id, salted, params, stream=stream, priority=priority)
+            self.engine.add(self.ruled(request_group))
         except RequestError as error:  # its answers do not fit into the pool together
             if error.parameter not in ("n", "best_of", "beam_width") or "blocks of KV cache" not in str(error):
                 raise
@@ -199,7 +228,9 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.asked.keys() - self.ended)))
         (output,) = self.engine.abort([request_id])
         self.judge(output)
-        assert not output.outputs or self.asked[request_id][1].n > 1 or output.outputs[0].finish_reason == "abort"
+        params = self.asked[request_id][1]
+        several = params.n > 1 or params.use_beam_search  # then some may have ended before
+        assert not output.outputs or several or output.outputs[0].finish_reason == "abort"
 
     @rule(again=st.booleans())
     def new_weights(self, again: bool) -> None:
@@ -248,12 +279,13 @@ class EngineMachine(RuleBasedStateMachine):
         oldest = min(self.engine.scheduler.running, key=lambda request: request.arrival, default=None)
         if oldest is not None and oldest.is_beam:
             oldest = None  # a beam may be preempted for another beam of its search
-        decodes = [
-            (request, request.schedule.num_computed, request.metrics.preemptions)
-            for request in self.engine.scheduler.running
-            if request.schedule.decoding and request.num_missing
-        ]
         limit = self.runner.longrope_switch_len
+        decodes = [
+            (request, request.metrics.preemptions)
+            for request in self.engine.scheduler.running
+            if request.schedule.decoding and request.num_missing and not _may_outgrow(request, limit)
+        ]
+        before = len(self.runner.plans)
         outgrows = limit is not None and oldest is not None and (
             oldest.kv.rope_len <= limit == oldest.schedule.num_computed
         )
@@ -263,13 +295,14 @@ class EngineMachine(RuleBasedStateMachine):
         except StepError as error:
             self.end_failed(error)
         else:
-            for request, computed, preemptions in decodes:
+            rows = {row for plan in self.runner.plans[before:] for row in plan.rows.tolist()}
+            for request, preemptions in decodes:
                 schedule = request.schedule
-                waited = schedule.status is RequestStatus.RUNNING and schedule.num_computed == computed
+                waited = schedule.status is RequestStatus.RUNNING and schedule.row not in rows
                 waits = waited and request.metrics.preemptions == preemptions
                 self.waits[request] = self.waits[request] + 1 if waits else 0
                 # with stages: until its micro-batch has a turn, and after it was moved to others
-                assert self.waits[request] <= 2 * (self.runner.num_stages - 1), "a decode waits"
+                assert self.waits[request] <= self.most_waits * (self.runner.num_stages - 1), "a decode waits"
         self.sound()
         if oldest is not None and oldest.schedule.status is RequestStatus.PREEMPTED:
             assert outgrows, "the oldest is never preempted"
@@ -302,7 +335,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def judge_samples(self, output, prompt, params) -> None:
         limits = self.runner.max_model_len, self.runner.windows
-        samples = [expected(prompt, params, *limits, index) for index in range(params.num_sequences)]
+        rules = self.rules.get(output.request_id)
+        samples = [expected(prompt, params, *limits, index, rules) for index in range(params.num_sequences)]
         aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
         if params.chooses:
             assert output.finished
@@ -340,3 +374,9 @@ class EngineMachine(RuleBasedStateMachine):
         for name, count in self.reached.items():
             if count:
                 event(name)  # `--hypothesis-show-statistics` prints in how many examples
+
+
+def _may_outgrow(request: Request, switch_len: int | None) -> bool:
+    """Whether a request waits for drafts in flight, because it has to switch its rope if they are accepted."""
+    schedule = request.schedule
+    return schedule.num_drafts_in_flight > 0 and schedule.num_computed == switch_len

@@ -9,6 +9,8 @@ written to.
 3. Tokens that only the first token of a chunk sees are compared with the tokens that the row was given.
 4. A slot also stores everything else that its KV depends on. This is the salt of its request, the rope, and the oldest
    weights that it depends on, directly or through the slots that it attended to.
+5. A verify step writes its drafts into the pages like any token. The slots of rejected drafts become GARBAGE, which no
+   later token may see.
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jpaged.engine.step_plan import (
+    NOTHING_ALLOWED,
     BlockMove,
     RowInit,
     RowMask,
@@ -26,10 +29,13 @@ from jpaged.engine.step_plan import (
     StepPlan,
     StepResult,
     TransferCosts,
+    num_guesses,
 )
 from jpaged.metrics import ProgramMetrics
 
 UNWRITTEN = -1
+UNSAMPLED = -9
+GARBAGE = 10**6  # a rejected draft, and what a verify step computes where no draft is known
 
 
 class DeviceFailure(RuntimeError):
@@ -43,7 +49,9 @@ class FakeHandle:
     number: int
     result: StepResult | None  # None: the step waits for masks
     plan: StepPlan
-    tokens: np.ndarray         # tokens that the rows would sample without masks
+    # tokens that the rows would sample without masks; in a verify step an entry per token
+    tokens: np.ndarray
+    computed: list[list[int]]  # tokens that each row has computed
 
 
 @dataclasses.dataclass
@@ -76,6 +84,7 @@ class FakeRunner:
     fail_at: frozenset[tuple[str, int]] = frozenset()
     weights: int = 0                                 # number of the weights that it has
     salt_of: Callable[[int], str] = lambda row: ""   # row -> salt of its request
+    owner_of: Callable[[int], object] = lambda row: None  # row -> its request and how often that started; None: unknown
 
     def __post_init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -96,9 +105,10 @@ class FakeRunner:
         # tokens that the row was given
         self.row_tokens = np.full((self.max_num_seqs, width * self.block_size), UNWRITTEN)
         self.lengths = np.zeros(self.max_num_seqs, int)
-        self.last_tokens = np.full(self.max_num_seqs, UNWRITTEN)
+        self.last_tokens = np.full(self.max_num_seqs, UNSAMPLED)
         self.masks: list[np.ndarray | None] = [None] * self.max_num_seqs
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
+        self.owners: list[object] = [None] * self.max_num_seqs  # of the last init
         self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> content of the block
 
     def program_metrics(self) -> ProgramMetrics:
@@ -124,10 +134,12 @@ class FakeRunner:
                 self.tables[kv_group, init.row, index] = block
             self.row_tokens[init.row] = UNWRITTEN
             self.lengths[init.row] = init.num_computed
-            self.last_tokens[init.row] = UNWRITTEN
+            self.last_tokens[init.row] = UNSAMPLED
             self.row_weights[init.row] = self.weights
         for row, kv_group, index, block in plan.block_updates.tolist():
             fresh = self.tables[kv_group, row, index] == -1
+            if self.max_drafts:  # the block before was for drafts that were rejected
+                fresh |= index * self.block_size >= self.lengths[row]
             assert fresh or block in copied, "a block table entry is replaced by a copy only"
             self.tables[kv_group, row, index] = block
         ids = self._token_ids(plan)
@@ -149,15 +161,32 @@ class FakeRunner:
         for row, count in zip(plan.rows[:first_fork].tolist(), plan.num_tokens.tolist(), strict=False):
             for kv_group in range(len(self.windows)):
                 self._compare_seen(row, kv_group)
-            self.lengths[row] += count
+            if plan.drafts is None:
+                self.lengths[row] += count
+        if plan.drafts is None:
+            tokens = self._attend_last(plan, first_fork)
+        else:
+            tokens = self._attend_all(plan)
+        handle = FakeHandle(number, None, plan, tokens, ids)
+        return handle if plan.waits_for_masks else self.sample(handle, ())
+
+    def _attend_last(self, plan: StepPlan, first_fork: int) -> np.ndarray:
+        """Unmasked samples after the last token of each row."""
         tokens = np.zeros(len(plan.rows), np.int32)
         sources = np.concatenate([plan.rows[:first_fork], plan.rows[plan.forked_from]])
         for index, (row, source) in enumerate(zip(plan.rows, sources, strict=True)):
             assert self.lengths[row] == self.lengths[source], "a fork of another length"
             if plan.samples[index]:
-                tokens[index] = self.attend(source, row)
-        handle = FakeHandle(number, None, plan, tokens)
-        return handle if plan.waits_for_masks else self.sample(handle, ())
+                tokens[index] = self.attend(source, row, int(self.lengths[source]))
+        return tokens
+
+    def _attend_all(self, plan: StepPlan) -> np.ndarray:
+        """Unmasked samples after each token of a verify step."""
+        tokens = []
+        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            length = int(self.lengths[row])
+            tokens += [self.attend(row, row, length + i) for i in range(1, count + 1)]
+        return np.array(tokens, np.int32)
 
     def sample(self, handle: FakeHandle, masks: Sequence[RowMask]) -> FakeHandle:
         """Sample the token of each row, or the next id that its mask allows."""
@@ -165,13 +194,46 @@ class FakeRunner:
         plan = handle.plan
         if plan.waits_for_masks and ("sample", handle.number) in self.fail_at:
             self._fail("sample")
+        if plan.drafts is not None:
+            return self._sample_checked(handle, [*plan.masks, *masks])
         for mask in (*plan.masks, *masks):
+            assert mask.token == 0, "a mask of a token, and no verify step"
             self.masks[mask.row] = mask.words
         tokens = handle.tokens.copy()
         for index in np.flatnonzero(plan.samples):
             row = plan.rows[index]
             tokens[index] = self.last_tokens[row] = next_allowed(tokens[index], self.masks[row], self.vocab_size)
         return dataclasses.replace(handle, result=self._result(plan, tokens))
+
+    def _sample_checked(self, handle: FakeHandle, masks: Sequence[RowMask]) -> FakeHandle:
+        """Sample after each token of a verify step. A row keeps the samples after accepted drafts."""
+        plan, tokens, accepted, first = handle.plan, handle.tokens.copy(), [], 0
+        of_token = {mask.token: mask for mask in masks}
+        assert len(of_token) == len(masks), "two masks for a token"
+        rows = np.repeat(plan.rows, plan.num_tokens)
+        assert all(mask.row == rows[mask.token] for mask in masks), "the mask of another row's token"
+        for row, computed in zip(plan.rows.tolist(), handle.computed, strict=True):
+            count = len(computed)
+            for index in range(first, first + count):
+                words = of_token[index].words if index in of_token else self.masks[row]
+                tokens[index] = next_allowed(tokens[index], words, self.vocab_size)
+            samples = tokens[first : first + count].tolist()
+            fits = [draft == sample for draft, sample in zip(computed[1:], samples, strict=False)]
+            accepted.append(fits.index(False) if False in fits else len(fits))
+            self.last_tokens[row] = samples[accepted[-1]]
+            self._spoil(row, int(self.lengths[row]) + accepted[-1] + 1, int(self.lengths[row]) + count)
+            self.lengths[row] += accepted[-1] + 1
+            first += count
+        result = dataclasses.replace(
+            self._result(plan, tokens), num_accepted=np.array(accepted, np.int32)
+        )
+        return dataclasses.replace(handle, result=result)
+
+    def _spoil(self, row: int, first: int, end: int) -> None:
+        """Make the slots of rejected drafts GARBAGE. Their KV depends on tokens that the row does not have."""
+        for position in range(first, end):
+            self.row_tokens[row, position] = GARBAGE
+            self.pages[self.tables[:, row, position // self.block_size], position % self.block_size] = GARBAGE
 
     def _move(self, kind: BlockMove, source: int, target: int) -> None:
         arrays = (self.pages, self.written_for, self.written_long, self.written_with, self.written_salt)
@@ -184,11 +246,17 @@ class FakeRunner:
             array[target] = part
 
     def _find_weights(self, init: RowInit, *, is_fork: bool) -> None:
-        """Check that a starting row finds only KV of the present weights; forks and beams may have older KV."""
+        """Check that a starting row finds only KV of the present weights.
+
+        Forks and beams may have older KV, and requests that only upload their row again.
+        """
         starts = [(block, init.num_computed - index * self.block_size) for _, index, block in init.blocks.tolist()]
         found = [self.written_with[block, :count].min() for block, count in starts if count > 0]
         oldest = min(found, default=self.weights)
-        may_be_older = is_fork or init.beam_temperature > 0
+        owner = self.owner_of(init.row)
+        continues = owner is not None and owner == self.owners[init.row]
+        self.owners[init.row] = owner
+        may_be_older = is_fork or init.beam_temperature > 0 or continues
         assert oldest == self.weights or may_be_older, "finds KV of other weights"
         self.row_weights[init.row] = oldest
         for block, count in starts:
@@ -266,7 +334,10 @@ class FakeRunner:
         assert (plan.num_tokens[len(rows) - forks :] == 0).all()
         assert plan.samples[len(rows) - forks :].all()
         assert plan.samples[plan.forked_from].all()
-        assert (plan.num_tokens[: plan.num_decodes] == 1).all()
+        if plan.drafts is None:
+            assert (plan.num_tokens[: plan.num_decodes] == 1).all()
+        else:
+            self._check_drafts(plan)
         assert plan.samples[: plan.num_decodes].all()
         assert len(plan.prompt_tokens) == plan.num_tokens[plan.num_decodes :].sum()
         starting = [init.row for init in plan.row_inits]
@@ -275,9 +346,43 @@ class FakeRunner:
         for name in ("rows", "num_tokens", "prompt_tokens", "block_updates"):
             assert getattr(plan, name).dtype == np.int32, name
 
+    def _check_drafts(self, plan: StepPlan) -> None:
+        """Check the promises of a verify step."""
+        guesses, first = plan.drafts.guesses, plan.drafts.first
+        assert self.verify_sizes, "no program"
+        assert plan.total_tokens <= self.verify_sizes[-1], "too many tokens"
+        assert plan.decodes_only, "a verify step only decodes"
+        assert not plan.row_inits
+        assert not plan.scored.size
+        assert (plan.num_tokens <= 1 + self.max_drafts).all()
+        assert plan.num_tokens.max() > 1, "a verify step without drafts"
+        assert guesses.shape == (len(plan.rows), num_guesses(self.max_drafts))
+        assert first.shape == (len(plan.rows),)
+        assert guesses.dtype == first.dtype == np.int32
+        known = guesses != -1
+        assert ((guesses >= -1) & (guesses < self.vocab_size)).all()
+        assert (known[:, 1:] <= known[:, :-1]).all(), "a guess after padding"
+        drafted = plan.num_tokens > 1
+        assert (first[drafted] >= 0).all(), "the fake device has no drafter"
+        assert (first[drafted] <= self.lengths[plan.rows[drafted]] + 1).all(), "guesses for later positions"
+        assert known.any(axis=1)[drafted].all(), "a row has drafts, and no guess"
+
+    def _drafts(self, plan: StepPlan, index: int) -> list[int]:
+        """Drafts of row `index`, as `step.batch` aligns them: those after the row's own last token."""
+        row, count = plan.rows[index], int(plan.num_tokens[index]) - 1
+        guesses, drafts = plan.drafts.guesses[index].tolist(), [GARBAGE] * count
+        start = int(self.lengths[row] - plan.drafts.first[index])
+        if start == -1 or (0 <= start < len(guesses) and guesses[start] == self.last_tokens[row]):
+            for number, guess in enumerate(guesses[start + 1 : start + 1 + count]):
+                drafts[number] = GARBAGE if guess < 0 else guess
+        return drafts
+
     def _token_ids(self, plan: StepPlan) -> list[list[int]]:
         ids = [[int(token)] for token in self.last_tokens[plan.rows[: plan.num_decodes]]]
-        assert all(tokens != [UNWRITTEN] for tokens in ids), "a decode of a row that has sampled nothing"
+        assert all(tokens != [UNSAMPLED] for tokens in ids), "a decode of a row that has sampled nothing"
+        ids = [[GARBAGE] if tokens == [NOTHING_ALLOWED] else tokens for tokens in ids]
+        if plan.drafts is not None:
+            return [tokens + self._drafts(plan, index) for index, tokens in enumerate(ids)]
         ends = np.cumsum(plan.num_tokens[plan.num_decodes :])
         return ids + [part.tolist() for part in np.split(plan.prompt_tokens, ends[:-1])] if len(ends) else ids
 
@@ -305,13 +410,18 @@ class FakeRunner:
         """Check the tokens that the first token of a chunk sees. Remember them as tokens of the row."""
         length = int(self.lengths[row])
         positions, tokens = self.seen(row, kv_group, length + 1)
+        failed = self.last_tokens[row] == NOTHING_ALLOWED  # its request ends when the host knows
+        assert failed or (tokens != GARBAGE).all(), "attends to a rejected draft"
         given = self.row_tokens[row, positions]
         assert ((given == tokens) | (given == UNWRITTEN)).all(), "attends to a token of another"
         self.row_tokens[row, positions] = tokens
 
-    def attend(self, row: int, sampler: int) -> int:
-        """The next token of a row, read through its block tables, and sampled with the parameters of row `sampler`."""
-        seen = [self.seen(row, kv_group, int(self.lengths[row]))[1] for kv_group in range(len(self.windows))]
+    def attend(self, row: int, sampler: int, length: int) -> int:
+        """The token after the first `length` of a row, read through its block tables.
+
+        It is sampled with the parameters of row `sampler`.
+        """
+        seen = [self.seen(row, kv_group, length)[1] for kv_group in range(len(self.windows))]
         init = self.inits[sampler]
         seed = sample_seed(init.seed, init.sample_index) if init.temperature > 0 else 0
         return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)
@@ -327,7 +437,7 @@ class FakeRunner:
             return StepResult(tokens, scores=scores)
         top = tokens[:, None] + np.arange(self.max_logprobs)
         top_ids, top_logprobs = top % self.vocab_size, (-top / 10).astype(np.float32)
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(plan.rows if plan.drafts is None else ()):  # a beam has no drafts
             if plan.samples[index] and self.inits[row].beam_temperature > 0:
                 top_ids[index], top_logprobs[index] = candidates(int(tokens[index]), self.vocab_size, self.max_logprobs)
         return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top_ids, top_logprobs, scores)
@@ -335,6 +445,8 @@ class FakeRunner:
 
 def next_allowed(token: int, mask: np.ndarray | None, vocab_size: int) -> int:
     """The token, or the next larger id that a packed mask allows, modulo the vocabulary."""
+    if mask is not None and not mask.any():
+        return NOTHING_ALLOWED
     while mask is not None and not mask[token // 32] >> np.uint32(token % 32) & 1:
         token = (token + 1) % vocab_size
     return int(token)
