@@ -97,6 +97,22 @@ def test_an_answer_ends_in_the_middle_of_accepted_drafts(max_tokens, stop):
     assert [next(iter(entries)) for entries in answered.logprobs] == answer[:ends]
 
 
+def test_end_tokens_are_allowed_from_min_tokens_on():
+    """A verify step has masks of tokens. One row has no drafts, and its mask must not go to another row's token."""
+    engine = speculating(fake(), lambda prompt: [] if prompt == [5] else natural(prompt))
+    engine.add_request("drafted", {"prompt_token_ids": [3, 10, 17]}, greedy(20))
+    ends = [token for token in range(VOCAB_SIZE) if token % 4]  # three of four tokens end the answer
+    masks = Masks(min_tokens=4, ends=frozenset(ends))
+    params = greedy(20, stop_token_ids=ends)
+    add(engine, "plain", [5], params, follows=greedy(20, min_tokens=4), ends=ends)
+    finals = run(engine)
+    wanted = ruled([5], masks)
+    count = next(number for number, token in enumerate(wanted, 1) if token in ends)
+    assert count > 4
+    assert finals["plain"].outputs[0].token_ids == wanted[:count]
+    assert finals["drafted"].outputs[0].token_ids == natural([3, 10, 17], 20)
+
+
 @dataclasses.dataclass
 class DeadEnd(Grammar):
     """A grammar that allows nothing after three tokens."""

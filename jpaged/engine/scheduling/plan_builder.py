@@ -191,7 +191,7 @@ class PlanBuilder:
         """Masks that change because `min_tokens` is reached, and whether the step waits for other masks.
 
         samples: of the rows after the decodes. A step waits also if drafts make it uncertain whether `min_tokens` is
-        reached.
+        reached. A verify step waits in any case, because it has masks of tokens.
         """
         masks, waits = [], False
         for index, request in enumerate(requests):
@@ -204,7 +204,7 @@ class PlanBuilder:
             count = request.num_output_tokens + in_flight
             if not schedule.mask_pending:
                 continue
-            if schedule.num_drafts_in_flight and count + drafts >= extras.min_tokens:
+            if (selection.drafts or schedule.num_drafts_in_flight) and count + drafts >= extras.min_tokens:
                 waits = True
             elif count >= extras.min_tokens:
                 schedule.mask_pending = False
