@@ -113,6 +113,16 @@ def test_end_tokens_are_allowed_from_min_tokens_on():
     assert finals["drafted"].outputs[0].token_ids == natural([3, 10, 17], 20)
 
 
+def test_a_decode_that_waited_a_turn_gets_its_mask():
+    """Its drafts may have been its last tokens, so it waits for them. Then nothing of it is in flight."""
+    bad = [[token, (token + step) % VOCAB_SIZE] for token in range(VOCAB_SIZE) for step in range(1, 9)]
+    masks = Masks(bad=True)
+    for first in range(20):
+        engine = speculating(fake(), lambda prompt: ruled(prompt, masks), right=0.0)
+        add(engine, "a", [first], greedy(3), bad_words=bad)
+        assert run(engine)["a"].outputs[0].token_ids == ruled([first], masks, 3)
+
+
 @dataclasses.dataclass
 class DeadEnd(Grammar):
     """A grammar that allows nothing after three tokens."""

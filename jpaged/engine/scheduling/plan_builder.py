@@ -200,7 +200,8 @@ class PlanBuilder:
                 continue
             schedule, drafts = request.schedule, selection.num_drafts(request)
             in_flight = schedule.num_in_flight - 1 - drafts  # without the tokens that this step samples
-            waits |= extras.has_grammar_or_budget or (in_flight + drafts > 0 and extras.follows_tokens)
+            # A decode's mask on the device is that of its last step. A row that starts has a new one.
+            waits |= extras.has_grammar_or_budget or (index < num_decodes and extras.follows_tokens)
             count = request.num_output_tokens + in_flight
             if not schedule.mask_pending:
                 continue
