@@ -208,7 +208,7 @@ class Request:
         if self.extras is None:
             raise EngineError(f"request {self.request_id} has no mask")
         matcher, budget = self.output.matcher, copy.copy(self.output.reasoning_budget)
-        tail = self.token_ids[len(self.token_ids) - self.extras.lookback :]
+        tail = self.token_ids[max(len(self.token_ids) - self.extras.lookback, 0) :]
         masks, accepted = [], 0
         try:
             for count, draft in enumerate([*drafts, -1]):

@@ -113,6 +113,15 @@ def test_end_tokens_are_allowed_from_min_tokens_on():
     assert finals["drafted"].outputs[0].token_ids == natural([3, 10, 17], 20)
 
 
+def test_a_mask_of_drafts_reads_as_many_tokens_as_are_known():
+    """The longest bad word is longer than the sequence."""
+    tokens = natural([5], 4)
+    bad = [tokens[1:], [9] * 6]  # the fourth token is forbidden after the second and third
+    engine = speculating(fake(max_drafts=1), natural)
+    add(engine, "a", [5], greedy(9), bad_words=bad)
+    assert run(engine)["a"].outputs[0].token_ids[:4] == [*tokens[:3], (tokens[3] + 1) % VOCAB_SIZE]
+
+
 def test_a_decode_that_waited_a_turn_gets_its_mask():
     """Its drafts may have been its last tokens, so it waits for them. Then nothing of it is in flight."""
     bad = [[token, (token + step) % VOCAB_SIZE] for token in range(VOCAB_SIZE) for step in range(1, 9)]
