@@ -132,6 +132,27 @@ def test_a_decode_that_waited_a_turn_gets_its_mask():
         assert run(engine)["a"].outputs[0].token_ids == ruled([first], masks, 3)
 
 
+def test_a_jump_drops_drafts_in_flight():
+    """Forced tokens take the places of drafts in flight. A later request must not find the drafts under their name."""
+    prompt, answer = [3, 10, 17], natural([3, 10, 17])
+    forced = {1: answer[1], 2: (answer[2] + 1) % VOCAB_SIZE, 3: 4, 4: 5, 5: 6}
+    masks = Masks(forced=forced)
+    wanted = ruled(prompt, masks)
+    for max_tokens in (4, 5, 6, 12):
+        engine = speculating(fake(block_size=1), lambda prompt: answer, jump_forward=True)
+        follows = greedy(max_tokens, structured_outputs={"json_object": True})
+        engine._drafts._guesses = lambda request, source, count: answer[request.num_output_tokens :][:count]
+        add(engine, "a", prompt, greedy(max_tokens), follows=follows, grammar=Grammar(forced))
+        assert run(engine)["a"].outputs[0].token_ids == wanted[:max_tokens]
+        again = [*prompt, *wanted[:max_tokens], 1]
+        engine.add_request("b", {"prompt_token_ids": again}, greedy(5))
+        assert run(engine)["b"].outputs[0].token_ids == natural(again, 5)
+        pool = engine.scheduler.manager.pool
+        for block, name in enumerate(pool.states().names):
+            if name is not None:
+                assert engine.runner.pages[block].tolist() == np.frombuffer(name.tokens, np.int32).tolist()
+
+
 @dataclasses.dataclass
 class DeadEnd(Grammar):
     """A grammar that allows nothing after three tokens."""

@@ -96,12 +96,13 @@ class SampleStrategy(Strategy):
         min_jump = context.min_jump_per_request * len(context.scheduler.running)
         if len(forced) < 2 or len(forced) - 1 <= min_jump:
             return None
+        # Before the request ends, too: drafts in flight at the places of forced tokens must not count as their KV.
+        context.scheduler.discard_in_flight(request)
         for token_id in forced:
             context.counters.generated_tokens += 1
             end = context.writer.append(request, token_id, now)
             if end is not None:
                 return end
-        context.scheduler.discard_in_flight(request)
         return None
 
 
