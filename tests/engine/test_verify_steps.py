@@ -153,6 +153,15 @@ def test_a_jump_drops_drafts_in_flight():
                 assert engine.runner.pages[block].tolist() == np.frombuffer(name.tokens, np.int32).tolist()
 
 
+def test_drafts_that_are_rejected_do_not_switch_the_rope():
+    """A sequence is preempted once, when it really outgrows the short rope."""
+    engine = speculating(fake(longrope_switch_len=16), natural, right=0.0)
+    prompt = [3, 10, 17, 1] * 3
+    engine.add_request("a", {"prompt_token_ids": prompt}, greedy(30))
+    assert run(engine)["a"].outputs[0].token_ids == natural(prompt, 30)
+    assert engine.stats().preemptions == 1
+
+
 @dataclasses.dataclass
 class DeadEnd(Grammar):
     """A grammar that allows nothing after three tokens."""

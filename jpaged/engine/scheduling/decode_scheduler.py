@@ -109,7 +109,8 @@ class DecodeScheduler:
         kv, schedule = request.kv, request.schedule
         computed = schedule.num_computed
         if computed == self._switch_len >= kv.rope_len:  # the next token belongs to a long sequence
-            self._preemption.preempt(request, selection)
+            if not schedule.num_drafts_in_flight:  # otherwise it waits: drafts may be rejected
+                self._preemption.preempt(request, selection)
             return
         needs_block = computed == kv.num_slots or kv.tail_shared
         if needs_block and not self._preemption.grow(request, computed, 1, selection):
