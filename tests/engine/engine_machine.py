@@ -283,11 +283,12 @@ class EngineMachine(RuleBasedStateMachine):
         decodes = [
             (request, request.metrics.preemptions)
             for request in self.engine.scheduler.running
-            if request.schedule.decoding and request.num_missing and not _may_outgrow(request, limit)
+            if request.schedule.decoding and request.num_missing and not request.schedule.num_drafts_in_flight
         ]
         before = len(self.runner.plans)
         outgrows = limit is not None and oldest is not None and (
             oldest.kv.rope_len <= limit == oldest.schedule.num_computed
+            or oldest.kv.rope_len <= limit < len(oldest.token_ids)  # forced tokens reach beyond the limit
         )
         try:
             for output in self.engine.step():
@@ -374,9 +375,3 @@ class EngineMachine(RuleBasedStateMachine):
         for name, count in self.reached.items():
             if count:
                 event(name)  # `--hypothesis-show-statistics` prints in how many examples
-
-
-def _may_outgrow(request: Request, switch_len: int | None) -> bool:
-    """Whether a request waits for drafts in flight, because it has to switch its rope if they are accepted."""
-    schedule = request.schedule
-    return schedule.num_drafts_in_flight > 0 and schedule.num_computed == switch_len

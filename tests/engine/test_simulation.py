@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 
 from tests.engine.engine_machine import EngineMachine
+from tests.engine.speculating_machine import SpeculatingMachine
 
 
 class TestEngine(EngineMachine.TestCase):
@@ -16,6 +17,17 @@ class TestEngine(EngineMachine.TestCase):
 @pytest.mark.slow
 class TestEngineLonger(EngineMachine.TestCase):
     settings = settings(max_examples=60, stateful_step_count=40)
+
+
+class TestSpeculation(SpeculatingMachine.TestCase):
+    """With verify steps. The gate runs TestSpeculationLonger too."""
+
+    settings = settings(max_examples=8, stateful_step_count=30)
+
+
+@pytest.mark.slow
+class TestSpeculationLonger(SpeculatingMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=40)
 
 
 # hypothesis shrinks a failing example for up to 300 s: the usual timeout would end the process before it is printed
