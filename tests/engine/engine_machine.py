@@ -41,7 +41,7 @@ COUNTERS = (
 
 
 class Rules(Protocol):
-    """What masks of a request allow."""
+    """Masks of one request."""
 
     def next(self, token_ids: list[int], num_output_tokens: int, token: int) -> int:
         """The token that is sampled after `token_ids`, where the model alone samples `token`."""

@@ -18,13 +18,18 @@ from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.kv_cache.prefix_finder import PrefixFinder
 from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
+from jpaged.engine.scheduling.draft_scheduler import DraftScheduler
+from jpaged.engine.scheduling.plan_builder import PlanBuilder
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.prompt_scheduler import PromptScheduler
 from jpaged.engine.scheduling.running_requests import RunningRequests
+from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 from tests.engine.engine_machine import COUNTERS, EngineMachine
+from tests.engine.fake_runner import FakeRunner
 from tests.engine.pool_machine import PoolMachine
+from tests.engine.speculating_machine import Grammar, SpeculatingMachine
 
 SEARCH = settings(
     max_examples=200, stateful_step_count=20, derandomize=True, database=None, deadline=None,
@@ -37,6 +42,15 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 def bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """Register a function that plants a bug."""
     BUGS[plant.__name__] = plant
+    return plant
+
+
+DRAFT_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def draft_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Register a function that plants a bug of verify steps."""
+    DRAFT_BUGS[plant.__name__] = plant
     return plant
 
 
@@ -220,6 +234,130 @@ def a_preempted_request_whose_tokens_in_flight_are_dropped(patch):
     patch.setattr(PromptScheduler, "_startable", at_once)
 
 
+@draft_bug
+def a_rejected_draft_that_stays_named(patch):
+    """Drafts count as known tokens when blocks get their names."""
+    index_computed = block_namer.BlockNamer.index_computed
+
+    def with_drafts(namer, request, num_computed=None):
+        known = request.token_ids
+        request.token_ids = known + [0] * request.schedule.num_drafts_in_flight
+        index_computed(namer, request, num_computed)
+        request.token_ids = known
+
+    patch.setattr(block_namer.BlockNamer, "index_computed", with_drafts)
+
+
+@draft_bug
+def a_length_off_by_one_after_acceptance(patch):
+    """The device counts one accepted draft less."""
+    sample = FakeRunner._sample_checked
+
+    def one_less(runner, handle, masks):
+        sampled = sample(runner, handle, masks)
+        runner.lengths[handle.plan.rows] -= sampled.result.num_accepted > 1
+        return sampled
+
+    patch.setattr(FakeRunner, "_sample_checked", one_less)
+
+
+@draft_bug
+def a_grammar_that_is_not_rolled_back(patch):
+    """Its matcher stays after the drafts."""
+    patch.setattr(Grammar, "rollback", lambda grammar, count: None)
+
+
+@draft_bug
+def a_rejected_draft_that_counts_as_computed(patch):
+    """Nothing is subtracted."""
+    settle = DraftScheduler.settle
+    patch.setattr(DraftScheduler, "settle", lambda drafts, request, count, _: settle(drafts, request, count, count))
+
+
+@draft_bug
+def a_window_released_by_the_upper_bound(patch):
+    """As if all drafts were accepted, in all places alike."""
+    release = KVCacheManager.release_before_windows
+
+    def by_upper_bound(manager, request):
+        drafts, request.schedule.num_drafts_in_flight = request.schedule.num_drafts_in_flight, 0
+        release(manager, request)
+        request.schedule.num_drafts_in_flight = drafts
+
+    patch.setattr(KVCacheManager, "release_before_windows", by_upper_bound)
+    patch.setattr(KVCacheManager, "check_integrity", lambda manager, running: None)
+
+
+@draft_bug
+def a_block_past_the_end_freed_and_kept(patch):
+    """Its slots stay in the block table."""
+    note_rejected = KVCacheManager.note_rejected
+
+    def and_keep(manager, request, num_tokens):
+        tables = [list(table.blocks) for table in request.kv.block_tables]
+        slots = request.kv.num_slots
+        note_rejected(manager, request, num_tokens)
+        for table, blocks in zip(request.kv.block_tables, tables, strict=True):
+            table.blocks = blocks
+        request.kv.num_slots = slots
+
+    patch.setattr(KVCacheManager, "note_rejected", and_keep)
+
+
+@draft_bug
+def a_mask_for_min_tokens_that_is_never_lifted(patch):
+    """The row is no longer marked once a verify step has been planned."""
+    masks = PlanBuilder._masks
+
+    def forgotten(builder, requests, num_decodes, samples, selection):
+        planned = masks(builder, requests, num_decodes, samples, selection)
+        for request in selection.drafts:
+            request.schedule.mask_pending = False
+        return planned
+
+    patch.setattr(PlanBuilder, "_masks", forgotten)
+
+
+@draft_bug
+def a_jump_over_drafts_that_keeps_the_row(patch):
+    """The device keeps a LENGTH that counts drafts it has accepted."""
+    discard = Scheduler.discard_in_flight
+
+    def keep_row(scheduler, request):
+        is_new = request.schedule.row_is_new
+        discard(scheduler, request)
+        request.schedule.row_is_new = is_new
+
+    patch.setattr(Scheduler, "discard_in_flight", keep_row)
+
+
+@draft_bug
+def forced_tokens_appended_before_drafts_are_dropped(patch):
+    """The KV of a draft gets the name of a forced token."""
+    index_computed, discard = block_namer.BlockNamer.index_computed, Scheduler.discard_in_flight
+
+    def discard_late(scheduler, request):
+        matcher = request.output.matcher
+        forced = matcher.forced_tokens()
+        request.token_ids += forced
+        index_computed(scheduler.manager.names, request)
+        del request.token_ids[len(request.token_ids) - len(forced) :]
+        discard(scheduler, request)
+
+    patch.setattr(Scheduler, "discard_in_flight", discard_late)
+
+
+@draft_bug
+def drafts_beyond_the_end(patch):
+    """A row may draft one token more than its request has left."""
+    most = DraftScheduler._most_drafts
+
+    def one_more(drafts, request):
+        return min(most(drafts, request) + 1, drafts._max_drafts)
+
+    patch.setattr(DraftScheduler, "_most_drafts", one_more)
+
+
 @pytest.mark.parametrize("name", ["a named block reused first", "a host block kept though it is the oldest", "no move"])
 def test_a_bug_in_the_order_of_reuse_is_found(name, monkeypatch):
     """No answer would be wrong: only the model of the pool notices it."""
@@ -267,9 +405,24 @@ QUICK = [name for name in list(BUGS)[::6] if name != "a_slot_freed_before_it_is_
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in BUGS])
 def test_a_planted_bug_is_found(name, monkeypatch):
-    BUGS[name](monkeypatch)
-    with pytest.raises((AssertionError, EngineError, KeyError, Flaky)) as found:
-        run_state_machine_as_test(EngineMachine, settings=SEARCH)
+    _find(name, BUGS[name], EngineMachine, monkeypatch)
+
+
+# Found in less than half a second each.
+QUICK_DRAFT_BUGS = ("a_length_off_by_one_after_acceptance", "a_grammar_that_is_not_rolled_back")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_DRAFT_BUGS)) for name in DRAFT_BUGS]
+)
+def test_a_planted_bug_of_verify_steps_is_found(name, monkeypatch):
+    _find(name, DRAFT_BUGS[name], SpeculatingMachine, monkeypatch)
+
+
+def _find(name, plant, machine, patch):
+    plant(patch)
+    with pytest.raises((AssertionError, EngineError, KeyError, IndexError, Flaky)) as found:
+        run_state_machine_as_test(machine, settings=SEARCH)
     error: BaseException = found.value
     while error.__context__ is not None:  # the first error: inconsistent state raises more of them
         error = error.__context__
