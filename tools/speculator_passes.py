@@ -1,9 +1,9 @@
 """Several passes of a draft head over whole rows, for training, and how many of its drafts the target accepts.
 
 A head drafts its second token from its own state. Training repeats this ("training-time test", EAGLE-3, section 3.1):
-pass j reads the states of pass j - 1. At index p it stands at position p + j, reads token p + 1 + j, and predicts token
-p + 2 + j. Its query sees the keys of pass 0 up to index p, as a served head has them in its pages, and the keys of
-passes 1 to j at index p, which stand for the drafts.
+pass j reads the states of pass j - 1. At index p its position is p + j. It reads token p + 1 + j, and predicts token
+p + 2 + j. Its query sees the keys of pass 0 up to index p, which a served head has in its pages. It also sees the keys
+of passes 1 to j at index p, which are the drafts.
 """
 
 import dataclasses
