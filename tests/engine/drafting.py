@@ -42,11 +42,9 @@ class RandomSpeculation(Speculation):
         super().__init__(oracle, max_drafts, (1,))
         self._always, self._rng = always, rng
 
-    def choose(
-        self, requests: Sequence[Request], most: Sequence[int], sizes: Sequence[int]
-    ) -> Iterator[tuple[Request, Draft]]:
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> Iterator[tuple[Request, Draft]]:
         """Drafts of some of the requests."""
-        room = sizes[-1] - len(requests)
+        room = self._budget.verify_sizes[-1] - len(requests)
         for request, limit in zip(requests, most, strict=True):
             self._rates_of(request)
             limit = min(limit, room)
