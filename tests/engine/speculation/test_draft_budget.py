@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.engine.speculation.accept_rate import FIRST_PAUSE, LEAST_START, LONGEST_PAUSE, AcceptRate
-from jpaged.engine.speculation.draft_budget import FIRST_TRIAL, STICK, DraftBudget
+from jpaged.engine.speculation.draft_budget import BURST, FIRST_TRIAL, STICK, DraftBudget
 from jpaged.engine.speculation.program_times import ProgramKind, ProgramTimes
 
 ROW_SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -90,19 +90,19 @@ DEVICES = {
 @pytest.mark.parametrize("num_rows", [1, 5, 30])
 @pytest.mark.parametrize("chance", [0.01, 0.3, 0.55, 0.9])
 def test_it_converges_to_the_best_program(name, num_rows, chance):
-    """Within 2% of the best choice, drafts that are wrong and trials included."""
+    """Within 3% of the best choice, drafts that are wrong and trials included."""
     device = Device(DEVICES[name], seed=num_rows, noise=0.02)
     chances = [chance * (1 + 0.08 * (row % 3 - 1)) for row in range(num_rows)]
-    for _ in range(150):
+    for _ in range(350):  # past the first trial
         device.step(chances)
     tokens = seconds = 0.0
-    for _ in range(250):
+    for _ in range(400):
         counts = device.step(chances)
         rate = device.rate(counts, chances)
         kind, size = device.program(counts)
         tokens, seconds = tokens + rate * device.seconds(size), seconds + device.seconds(size)
         assert kind is DECODE or size > num_rows
-    assert tokens / seconds > 0.98 * device.best_rate(chances)
+    assert tokens / seconds > 0.97 * device.best_rate(chances)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -118,8 +118,8 @@ def test_rising_load_ends_drafts():
     device = Device(lambda tokens: 10.0 + max(0, tokens - 16) * 1.0)
     drafts = []
     for num_rows in (1, 2, 4, 8, 16, 32, 64):
-        counts = [sum(device.step([0.6] * num_rows)) for _ in range(100)]
-        drafts.append(sum(counts[50:]) / 50 / num_rows)
+        counts = [sum(device.step([0.6] * num_rows)) for _ in range(200)]
+        drafts.append(sum(counts[100:]) / 100 / num_rows)
     assert drafts[0] > 2
     assert all(b <= a + 0.3 for a, b in itertools.pairwise(drafts))
     assert max(drafts[-2:]) < 0.05  # trials
@@ -165,10 +165,11 @@ def test_a_losing_program_is_tried_again_with_growing_pauses():
     device = Device(lambda tokens: 1.0 + tokens)
     tries = [step for step in range(6000) if any(device.step([0.6] * 32))]
     first = [step for step in tries if step < FIRST_TRIAL]
-    assert len(first) == 2  # the two programs that hold 32 rows and a draft: 64 and 128 tokens
-    pauses = [b - a for a, b in itertools.pairwise(tries[1:])]
+    assert len(first) == 2 * BURST  # the two programs that hold 32 rows and a draft: 64 and 128 tokens
+    later = [step for step in tries if step >= FIRST_TRIAL and step - 1 not in tries]  # first steps of the bursts
+    pauses = [b - a for a, b in itertools.pairwise(later)]
     assert all(b > 1.4 * a for a, b in itertools.pairwise(pauses))
-    assert len(tries) < 10
+    assert len(tries) < 10 * BURST
 
 
 def test_an_outlier_at_the_first_try_does_not_end_drafts_for_ever():
@@ -197,7 +198,7 @@ def test_rejected_rows_get_no_drafts_and_are_tried_rarely():
     device = Device(lambda tokens: 10.0 + 0.1 * tokens)
     chances = [0.0, 0.9, 0.9, 0.9]
     counts = [device.step(chances) for _ in range(2000)]
-    assert sum(each[0] > 0 for each in counts[200:]) < 50
+    assert sum(each[0] > 0 for each in counts[200:]) < 80
     assert sum(each[1] > 0 for each in counts[200:]) > 1700
     chances[0] = 0.9
     counts = [device.step(chances) for _ in range(2 * LONGEST_PAUSE)]
