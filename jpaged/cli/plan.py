@@ -169,13 +169,17 @@ def _roofline_lines(roofline: Any) -> list[str]:
     if chosen:
         lines += ["", "expected number of experts read per layer, if all experts are equally likely:", *chosen]
     lines += ["", f"{'a step of decodes, ms':38}{'limit':>8}{'greedy':>9}{'random':>9}{'tokens/s, greedy':>19}"]
+    drafts = any(step.load.drafts for step in roofline.steps)
     for step in roofline.steps:
         name = f"{step.load.rows} row{'s'[: step.load.rows - 1]} of {step.load.context:,} tokens"
-        rate = step.load.rows / step.greedy_seconds
+        name += f" with {step.load.drafts} drafts" if step.load.drafts else ""
+        rate = step.load.rows * (1 + step.load.drafts) / step.greedy_seconds
         lines.append(
             f"{name:38}{1e3 * step.least_seconds:8.2f}{1e3 * step.greedy_seconds:9.2f}{1e3 * step.random_seconds:9.2f}"
             f"{rate:19,.0f}"
         )
+    if drafts:
+        lines += ["", "With drafts: if the model accepts all of them, and without the time of a drafter."]
     return lines
 
 

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 ASSUMED = "h200"  # kind of device if only its memory is given
 ROOFLINE_ROWS = (1, 64, 256)  # batch sizes for which step times are predicted
+VERIFY_ROWS = 8               # batch size for which a verify step and a decode step are predicted
 
 
 def plan_stages(config: EngineConfig, asked: PlanArguments) -> EnginePlan:
@@ -101,7 +102,7 @@ def _plan_stage(
     else:
         if asked.roofline_context is not None and target is not None:
             context = min(asked.roofline_context, fitted.limits.max_model_len)
-            roofline = predict(build, target, [Load(rows, context) for rows in ROOFLINE_ROWS], progress=asked.progress)
+            roofline = predict(build, target, _loads(context, blueprint.max_drafts), progress=asked.progress)
     assumed = target is not None and asked.target is None
     name = "an NVIDIA GPU" if assumed else placement.device.device_kind
     return EnginePlan(
@@ -128,6 +129,15 @@ def _plan_stage(
         stage=(stage.index, stage.count),
         num_layers=len(params["layers"]),
     )
+
+
+def _loads(context: int, drafts: int) -> list[Load]:
+    """Steps to predict. With speculation, also a verify step of VERIFY_ROWS rows, next to its decode step."""
+    rows = ROOFLINE_ROWS if not drafts else sorted({*ROOFLINE_ROWS, VERIFY_ROWS})
+    loads = [Load(count, context) for count in rows]
+    if drafts:
+        loads.insert(rows.index(VERIFY_ROWS) + 1, Load(VERIFY_ROWS, context, drafts))
+    return loads
 
 
 def _device_memory(

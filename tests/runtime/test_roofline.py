@@ -18,6 +18,7 @@ from jpaged.runtime.prediction.program_text import Program
 from jpaged.runtime.prediction.roofline import (
     KERNEL_SECONDS,
     Load,
+    _of_kernel,
     collective_costs,
     experts_read,
     least_bytes,
@@ -26,6 +27,7 @@ from jpaged.runtime.prediction.roofline import (
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.targets import TARGETS, Target
 from tests.support.deviceless import H200, V5E, marks
+from tests.support.published_configs import LLAMA as PUBLISHED_LLAMA
 
 # A layer of Qwen3 0.6B's shape, and a small vocabulary.
 SPEC = DecoderSpec(
@@ -67,6 +69,47 @@ def test_a_layer_adds_its_weights_its_kv_and_twelve_kernels(target):
         assert decode.copies == 0
         assert decode.kernels - two.programs[0].kernels <= 12
         assert {cost.commands for cost in three.programs} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [pytest.param(H200, marks=marks(H200))])
+def test_a_verify_step_moves_hardly_more_bytes_than_a_decode_step(target, tmp_path):
+    """Four layers of Llama 3.1 8B: 8 rows check 4 drafts each. The programs read each weight once, and the keys once.
+
+    In a layer the activations of the drafts are 33 MB more. A second read of any matrix would add 34 MB or more.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_LLAMA | {"num_hidden_layers": 4}))
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "row_buckets": (8,), "token_buckets": (256,),
+               "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}  # fmt: skip
+    roofline = planning.plan(str(tmp_path), options, target=target.name, roofline_context=1024).roofline
+    loads = [step.load for step in roofline.steps]
+    assert loads == [Load(1, 1024), Load(8, 1024), Load(8, 1024, drafts=4)]
+    decode, verify = roofline.programs[3:6], roofline.programs[6:9]
+    print(*decode, *verify, sep="\n")
+    assert [cost.program for cost in verify] == [
+        "verify 40 tokens, 8 x 1,024 + 4", "sample greedy 40 drafts", "sample random 40 drafts"
+    ]  # fmt: skip
+    assert [cost.least_bytes for cost in verify] == [cost.least_bytes for cost in decode]
+    for before, after in zip(decode, verify, strict=True):
+        assert before.bytes_moved < after.bytes_moved < 1.15 * before.bytes_moved
+    smallest_matrix = 2 * 4096 * 4096
+    assert verify[0].bytes_moved - decode[0].bytes_moved < 4 * 1.5 * smallest_matrix
+    assert verify[0].copies == 0
+    assert verify[0].commands == 1
+    assert roofline.steps[2].greedy_seconds < 1.15 * roofline.steps[1].greedy_seconds
+
+
+@pytest.mark.parametrize(("drafts", "heads", "reads"), [(4, 8, 1), (16, 8, 1), (16, 128, 3)])
+def test_a_verify_kernel_reads_the_keys_of_a_row_once_per_tile(drafts, heads, reads):
+    """By the rule, a tile has 128 query rows: 8 tokens of 16 query heads per KV head. 17 tokens need 3 tiles."""
+    spec = dataclasses.replace(SPEC, num_heads=heads)
+    model, tokens = ServedModel(spec, param_shapes(spec, "bfloat16")), 8 * (1 + drafts)
+    config = planning.engine_config("test", {})
+    build = Blueprint.draw(model, config, Placement.for_target(TARGETS["cpu"])).fit()
+    shape = ForwardShape(False, tokens, 8, 16, drafts=drafts)
+    moved, flops = _of_kernel(build, shape, Load(8, 1000, drafts), "paged_prefill", 0)
+    assert moved == 2 * tokens * heads * 128 * 2 + reads * 8 * 1000 * KV
+    assert flops == 4 * tokens * 1000 * heads * 128  # of QK and PV; all keys, not half of them as in a prompt
 
 
 @pytest.mark.slow
@@ -181,6 +224,7 @@ def test_the_collectives_of_a_split_model(target, tmp_path):
     (ForwardShape(True, 8, 8, 16), Load(1, 100), 4),                       # one token chooses 4
     (ForwardShape(True, 8, 8, 16), Load(3, 100), 16 * (1 - 0.75**3)),      # padding rows choose none
     (ForwardShape(False, 512, 8, 16), Load(1, 512), 16),
+    (ForwardShape(False, 8, 8, 16, drafts=1), Load(3, 100, 1), 16 * (1 - 0.75**6)),  # each token chooses
 ])  # fmt: skip
 def test_least_bytes_count_the_experts_that_tokens_choose(shape, load, read):
     dense = DecoderSpec(

@@ -41,7 +41,8 @@ class Load:
     """Requests of a step."""
 
     rows: int
-    context: int  # tokens per request
+    context: int     # tokens per request
+    drafts: int = 0  # drafts of each row in a verify step; 0: a plain step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,10 @@ class ProgramCost:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Predicted time of a decode step: the forward program and the `sample` program."""
+    """Predicted time of a decode step or a verify step: the forward program and the `sample` program.
+
+    A verify step returns 1 to 1 + drafts tokens of each row. The program of a drafter is not counted.
+    """
 
     load: Load
     least_seconds: float
@@ -95,7 +99,7 @@ class Roofline:
 def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progress: bool = False) -> Roofline:
     """Compile the programs that serve `loads` and the largest mixed program, and predict their times.
 
-    build: placed on `target`. progress: show a bar. Loads with more rows than a program has are skipped. Raises
+    build: placed on `target`. progress: show a bar. Loads that no program can serve are skipped. Raises
     ModelLoadError if the target's rates are unknown, its compiler is not installed, or the model pools.
     """
     if target.missing is not None:
@@ -108,32 +112,51 @@ def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progre
     samplers = [shape for shape in shapes if isinstance(shape, SampleShape)]
     if not samplers:
         raise ModelLoadError("roofline: this model pools, and has no decodes to predict")
-    most = max(shape.rows for shape in samplers)
-    loads = [load for load in loads if load.rows <= most]
-
-    def smallest(rows: int, variant: SamplerVariant) -> SampleShape:
-        fitting = [shape for shape in samplers if shape.variant is variant and shape.rows >= rows]
-        return min(fitting, key=lambda shape: shape.rows)
-
-    jobs: list[tuple[Shape, Load]] = []
-    for load in loads:
-        jobs.append((min((s for s in forwards if s.is_decode and s.rows >= load.rows), key=lambda s: s.rows), load))
-        jobs += [(smallest(load.rows, variant), load) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM)]
-    chunk = max((shape for shape in forwards if not shape.is_decode), key=lambda shape: shape.tokens)
+    served = [(load, programs) for load in loads if (programs := _programs_of(load, forwards, samplers))]
+    jobs: list[tuple[Shape, Load]] = [(shape, load) for load, programs in served for shape in programs]
+    chunk = max((s for s in forwards if not s.is_decode and not s.drafts), key=lambda shape: shape.tokens)
     jobs.append((chunk, Load(1, chunk.tokens)))
-    bar = tqdm(jobs, desc="Compiling", unit="program", disable=None if progress else True, leave=False)
-    costs = [_cost(build, target, shape, load) for shape, load in bar]
+    different = list(dict.fromkeys(shape for shape, _ in jobs))
+    bar = tqdm(different, desc="Compiling", unit="program", disable=None if progress else True, leave=False)
+    compiled = {shape: _compile(build, target, shape) for shape in bar}
+    costs = [_cost(build, target, shape, load, compiled[shape]) for shape, load in jobs]
     steps = []
-    for load, decode, greedy, random in zip(loads, costs[0:-1:3], costs[1:-1:3], costs[2:-1:3], strict=True):
-        least = decode.least_seconds + greedy.least_seconds
-        steps.append(StepCost(load, least, decode.seconds + greedy.seconds, decode.seconds + random.seconds))
+    for (load, _), forward, greedy, random in zip(served, costs[0:-1:3], costs[1:-1:3], costs[2:-1:3], strict=True):
+        least = forward.least_seconds + greedy.least_seconds
+        steps.append(StepCost(load, least, forward.seconds + greedy.seconds, forward.seconds + random.seconds))
     return Roofline(target.device_kind, tuple(costs), tuple(steps), num_devices, target.link)
 
 
-def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> ProgramCost:
+def _programs_of(load: Load, forwards: list[ForwardShape], samplers: list[SampleShape]) -> list[Shape]:
+    """The smallest programs of a step: forward, GREEDY and RANDOM `sample`. Empty: the step is too large."""
+    if load.drafts:
+        tokens = load.rows * (1 + load.drafts)
+        steps = [s for s in forwards if s.drafts >= load.drafts and s.tokens >= tokens and s.rows >= load.rows]
+    else:
+        steps = [shape for shape in forwards if shape.is_decode and shape.rows >= load.rows]
+    if not steps:
+        return []
+    forward = min(steps, key=lambda shape: shape.tokens)
+    rows = forward.tokens if load.drafts else load.rows
+    programs: list[Shape] = [forward]
+    for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM):
+        fitting = [s for s in samplers if s.variant is variant and s.checks == (load.drafts > 0) and s.rows >= rows]
+        programs.append(min(fitting, key=lambda shape: shape.rows))
+    return programs
+
+
+def _compile(build: FittedBuild, target: Target, shape: Shape) -> tuple[Program, int | None]:
+    """A compiled program and `ProgramCost.commands`."""
     with tempfile.TemporaryDirectory() as folder, target.tracing():
         program = Program(_with_dumps(build, folder).compile(shape).as_text() or "")
-        commands = _commands(pathlib.Path(folder)) if target.platform == "gpu" else None
+        return program, _commands(pathlib.Path(folder)) if target.platform == "gpu" else None
+
+
+def _cost(
+    build: FittedBuild, target: Target, shape: Shape, load: Load, compiled: tuple[Program, int | None]
+) -> ProgramCost:
+    """Cost of one run. compiled: from `_compile`."""
+    program, commands = compiled
     traffic, num_devices = list(program.traffic()), build.blueprint.placement.shards.num_devices
     collectives = collective_costs(traffic, num_devices, target)
     counted = list(_of_load(build, shape, load, (one for one in traffic if not one.operation.collective)))
@@ -148,7 +171,7 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
     least = least_bytes(build, shape, load)
     flops = sum(flops for _, _, flops in counted)
     return ProgramCost(
-        program=f"{shape}, {load.rows} x {load.context:,}" if isinstance(shape, ForwardShape) else str(shape),
+        program=f"{shape}, {load_name(load)}" if isinstance(shape, ForwardShape) else str(shape),
         kernels=sum(not operation.is_transfer for operation, _, _ in counted),
         commands=commands,
         loops=len(program.loops()),
@@ -160,6 +183,12 @@ def _cost(build: FittedBuild, target: Target, shape: Shape, load: Load) -> Progr
         experts_read=experts_read(build.blueprint.model.spec, shape, load),
         collectives=collectives,
     )
+
+
+def load_name(load: Load) -> str:
+    """Name of a step's requests in tables: rows, context and drafts."""
+    name = f"{load.rows} x {load.context:,}"
+    return f"{name} + {load.drafts}" if load.drafts else name
 
 
 def collective_costs(traffic: Iterable[Traffic], devices: int, target: Target) -> tuple[CollectiveCost, ...]:
@@ -209,7 +238,9 @@ def _of_load(
             yield one.operation, one.read + one.written - next(unread), one.flops
         elif isinstance(shape, ForwardShape) and PAGED.match(name):
             if not shape.is_decode and name in _DECODE:
-                continue  # the predicted chunk has no decodes, so the device skips the branch with these kernels
+                # Predicted chunks and verify steps have no row of one token, so the device skips the branch with
+                # these kernels.
+                continue
             # with context parallelism a layer has `write_qkv` for a device's own tokens, then `write_kv` for all
             layer += name.startswith("write_") and (shape.token_parts == 1 or name == "write_kv")
             yield one.operation, *_of_kernel(build, shape, load, name, layer)
@@ -231,6 +262,14 @@ def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, l
         splits = Tiling.by_rule(spec.head_dim, item).splits(load.context, spec.windows[layer], spec.num_kv_heads)
         parts = load.rows * splits * spec.num_heads * (spec.head_dim + 1) * 4 if splits > 1 else 0
         return queries + parts + (load.rows * keys * key_bytes if name == "paged_decode" else 0), 0
+    if load.drafts:
+        per_row = 1 + load.drafts
+        # the query heads of a KV head share a tile, and each tile reads the keys
+        tile_rows = Tiling.by_rule(spec.head_dim, item).prefill_rows
+        tile_tokens = max(1, tile_rows >> (spec.q_per_kv - 1).bit_length())
+        reads = -(-per_row // tile_tokens) if name == "paged_prefill" else 1
+        products = 4 * load.rows * per_row * keys * spec.num_heads * spec.head_dim
+        return 2 * queries + reads * load.rows * keys * key_bytes, products
     products = 0 if shape.is_decode else 4 * load.rows * (load.context * keys // 2) * spec.num_heads * spec.head_dim
     return 2 * queries + load.rows * keys * key_bytes, products // shape.token_parts
 
@@ -255,7 +294,8 @@ def experts_read(spec: DecoderSpec, shape: Shape, load: Load) -> float | None:
     experts = spec.experts
     if experts is None or not isinstance(shape, ForwardShape):
         return None
-    tokens = load.rows if shape.is_decode else min(shape.tokens, load.rows * load.context)
+    per_row = 1 + load.drafts if shape.is_decode or shape.drafts else load.context
+    tokens = min(shape.tokens, load.rows * per_row)
     return experts.num * (1 - (1 - experts.per_token / experts.num) ** tokens)
 
 
