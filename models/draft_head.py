@@ -153,13 +153,14 @@ def target_state(
         (last,) = hidden
         of_target = LayerContext(target_spec, WeightLayout(), target_params, num_rows=num_tokens, shards=shards)
         return normalise("final_norm", last, of_target) if target_spec.final_norm else last
-    if spec.fc_norm:
-        norms = {str(i): params["fc_norm"][i] for i in range(len(hidden))}
-        of_norms = dataclasses.replace(context, params=norms)
-        hidden = tuple(normalise(str(i), each, of_norms) for i, each in enumerate(hidden))
     joined = jnp.concatenate(hidden, axis=1)
     if spec.norm_before_fc:
         joined = normalise("input_norm", joined, context)
+    if spec.fc_norm:  # after input_norm, as in vLLM and speculators
+        norms = {str(i): params["fc_norm"][i] for i in range(len(hidden))}
+        of_norms = dataclasses.replace(context, params=norms)
+        parts = jnp.split(joined, len(hidden), axis=1)
+        joined = jnp.concatenate([normalise(str(i), each, of_norms) for i, each in enumerate(parts)], axis=1)
     return linear("fc", joined, context)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jpaged.models.spec import Params
 from pallas_kernels import QuantizedWeight
@@ -138,7 +138,7 @@ class Quantizer(LeafPlacer):
     platform: str = "cpu"
     activations: str = "auto"     # `EngineConfig.quantized_activations`
 
-    def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Float[Array, "*shape"] | QuantizedWeight:
+    def __call__(self, name: str, leaf: Shaped[Any, "*shape"]) -> Shaped[Array, "*shape"] | QuantizedWeight:
         """Put the leaf `name` on the default device, quantised by `scheme_of_leaf`. leaf: a jax or numpy array.
 
         A leaf is quantised in parts, so that only one part at a time is on the device in full precision.

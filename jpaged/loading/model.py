@@ -92,7 +92,7 @@ def load_model(
 
 
 def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[str, Any]], None] | None) -> LoadedModel:
-    path = _find(config)
+    path = find_weights(config)
     with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype, weights.spec)
@@ -132,7 +132,7 @@ def checkpoint_fingerprint(config: EngineConfig) -> str:
 
     Raises ModelLoadError if there is no such model.
     """
-    path = _find(config)
+    path = find_weights(config)
     whole, folder = hashlib.sha256(), path if path.is_dir() else path.parent
     files = sorted(folder.rglob("*.safetensors")) if path.is_dir() else [path]
     for file in files:
@@ -177,7 +177,7 @@ def check_quantization(config: EngineConfig, found: str | None) -> None:
     )
 
 
-def _find(config: EngineConfig) -> Path:
+def find_weights(config: EngineConfig) -> Path:
     """Return the folder or the GGUF file of the model. With dummy weights, only its config is fetched."""
     if config.load_format != "dummy":
         path = find_model(config.model, config.revision, config.download_dir)
@@ -263,7 +263,7 @@ def _from_live(
                 f"{name}={value!r}: live arrays are used without a copy, on the one device that has them: leave it "
                 "out, or load a checkpoint"
             )
-    folder = _find(config) if model_config is None else None
+    folder = find_weights(config) if model_config is None else None
     if folder is not None:
         model_config = _overridden(_config_of(folder), config)
     if isinstance(model_config, DecoderSpec):

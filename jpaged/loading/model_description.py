@@ -55,9 +55,8 @@ def describe(
     path = find_config(config.model, config.revision, config.download_dir)
     alone = path.name == CONFIG
     folder = path.parent if alone else path
-    if alone or not _has_weights(folder):
-        values = read_json(folder / CONFIG, required=True) | dict(config.hf_overrides or {})
-        values = with_quantization(folder, values)
+    if alone or not has_weights(folder):
+        values = _values(config, folder)
         named = CheckpointConfig(values).get("dtype", "torch_dtype")
         stored = BY_NAME.get(named) if isinstance(named, str) else None
         spec, shapes = _declared(config, folder, values)
@@ -79,6 +78,21 @@ def describe(
     return DescribedModel(f"{config.model} ({architecture})", split, dtype, params, _masked(config, spec, folder), form)
 
 
+def _values(config: EngineConfig, folder: Path) -> dict[str, Any]:
+    """The values of a config.json without weights."""
+    return with_quantization(folder, read_json(folder / CONFIG, required=True) | dict(config.hf_overrides or {}))
+
+
+def declared_weights(
+    config: EngineConfig, folder: Path
+) -> tuple[DecoderSpec, Callable[[np.dtype, LeafPlacer], dict[str, Any]], str | None]:
+    """Return the spec, `StoredWeights.shapes` and `StoredWeights.format` of a config.json alone. Raises ModelLoadError.
+    """
+    values = _values(config, folder)
+    check_quantization(config, method_of(values))
+    return *_declared(config, folder, values), method_of(values)
+
+
 def _declared(
     config: EngineConfig, folder: Path, values: dict[str, Any]
 ) -> tuple[DecoderSpec, Callable[[np.dtype, LeafPlacer], dict[str, Any]]]:
@@ -92,7 +106,8 @@ def _declared(
     return plan.spec, functools.partial(planned_shapes, plan)
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
+    """Return True for a GGUF file, and for a folder with weights."""
     return folder.is_file() or is_converted(folder) or any(folder.glob("*.safetensors"))
 
 

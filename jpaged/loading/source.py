@@ -30,12 +30,19 @@ def open_source(
         return
     values = with_quantization(path, read_json(path / "config.json", required=True) | dict(overrides))
     family_of(values)
+    with open_tensors(path, values) as checkpoint:
+        yield values, checkpoint
+
+
+@contextlib.contextmanager
+def open_tensors(folder: Path, values: Mapping[str, Any]) -> Iterator[TensorSource]:
+    """Open a folder of safetensors files. values: of config.json, with quantization_config. Raises ModelLoadError."""
     is_packed = method_of(values) not in (None, MXFP4)
     if is_packed:
         format_of(values)  # raises if it is not supported
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
         if is_packed:
-            yield values, PackedCheckpoint(checkpoint, values)
+            yield PackedCheckpoint(checkpoint, values)
             return
         packed = Mxfp4Checkpoint(checkpoint)
-        yield values, packed if packed.is_packed else checkpoint
+        yield packed if packed.is_packed else checkpoint

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.kv_scales import KV_SCALE
+from jpaged.loading.renamed_tensors import mtp_tensors
 from jpaged.loading.safetensors_file import DTYPES
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
@@ -64,6 +65,12 @@ class WeightPlan:
     spec: DecoderSpec
     leaves: tuple[LeafPlan, ...]
     copies: tuple[str, ...] = ()  # tensors of the checkpoint that repeat the tied embedding
+    # dtype -> the tree as ShapeDtypeStructs; None: `param_shapes` of the spec. A draft head has other leaves
+    make_tree: Callable[[Any], dict[str, Any]] | None = None
+
+    def tree(self, dtype: Any) -> dict[str, Any]:
+        """The parameter tree of dense leaves, as ShapeDtypeStructs."""
+        return param_shapes(self.spec, dtype) if self.make_tree is None else self.make_tree(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +107,32 @@ def plan_weights(
     names = _Names(family, checkpoint)
     if spec.tie_embeddings:
         spec = _check_tied(names, family, spec, checkpoint)
+    leaves = plan_leaves(family, param_shapes(spec, np.float32), constants, checkpoint, names.find)
+    used = {name for plan in leaves for name in plan.files}
+    extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
+    extra = [n for n in extra if not is_kv_scale(n, spec)]  # read_kv_scales reads them
+    if extra:
+        of_mtp = mtp_tensors(checkpoint.names, spec.num_layers)  # loading/drafters reads them
+        extra = [n for n in extra if n not in of_mtp]
+    copies: tuple[str, ...] = ()
+    if spec.pools:
+        extra = [n for n in extra if n != HEAD]  # a pooling model does not use its lm_head
+    elif spec.tie_embeddings:
+        copies = tuple(n for n in extra if n == HEAD)  # _check_tied found it equal to the embedding
+        extra = [n for n in extra if n not in copies]
+    refuse_extra(checkpoint, extra)
+    return WeightPlan(spec, leaves, copies)
+
+
+def plan_leaves(
+    family: Family, tree: dict[str, Any], constants: Mapping[str, float], checkpoint: TensorSource,
+    find: Callable[[str], str | None],
+) -> tuple[LeafPlan, ...]:  # fmt: skip
+    """Assign tensors to the leaves of a tree of ShapeDtypeStructs. find: name in the family's table -> in the file.
+
+    Raises ModelLoadError for missing tensors, and for a wrong shape or dtype.
+    """
     leaves, missing = [], []
-    tree = param_shapes(spec, np.float32)
     for leaf in family.tensors(tree):
         shape = (tree["layers"][leaf.layer] if leaf.layer is not None else tree)[leaf.leaf].shape
         if leaf.leaf in constants:
@@ -115,7 +146,7 @@ def plan_weights(
         blank = np.broadcast_to(np.float32(0), shape)  # gives views their shapes; needs no memory
         files = []
         for tensor in leaf.tensors:
-            name = next((found for n in tensor.names if (found := names.find(n)) is not None), None)
+            name = next((found for n in tensor.names if (found := find(n)) is not None), None)
             if name is None:
                 missing.append(checkpoint.label(tensor.name))
             else:
@@ -129,25 +160,20 @@ def plan_weights(
             f"{checkpoint.folder}: {_some(missing)} missing, which {checkpoint.config_name} calls for: "
             f"the checkpoint is incomplete, or {checkpoint.config_name} is from another model{remedy}"
         )
-    used = {name for plan in leaves for name in plan.files}
-    extra = [n for n in checkpoint.names if n not in used and not family.ignored.fullmatch(n)]
-    extra = [n for n in extra if not _is_kv_scale(n, spec)]  # read_kv_scales reads them
-    copies: tuple[str, ...] = ()
-    if spec.pools:
-        extra = [n for n in extra if n != HEAD]  # a pooling model does not use its lm_head
-    elif spec.tie_embeddings:
-        copies = tuple(n for n in extra if n == HEAD)  # _check_tied found it equal to the embedding
-        extra = [n for n in extra if n not in copies]
+    return tuple(leaves)
+
+
+def refuse_extra(checkpoint: TensorSource, extra: list[str]) -> None:
+    """Raise ModelLoadError if there are tensors that nothing reads."""
     if extra:
         raise ModelLoadError(
             f"{checkpoint.path(extra[0])}: {_some([checkpoint.label(n) for n in extra])} more than "
             f"{checkpoint.config_name} calls for: {checkpoint.config_name} is from another model, or jpaged does not "
             "support a part of the checkpoint"
         )
-    return WeightPlan(spec, tuple(leaves), copies)
 
 
-def _is_kv_scale(name: str, spec: DecoderSpec) -> bool:
+def is_kv_scale(name: str, spec: DecoderSpec) -> bool:
     """True if a tensor is the scale of keys or values in one of the model's layers."""
     match = KV_SCALE.fullmatch(name)
     return match is not None and int(match[1]) < spec.num_layers
@@ -155,7 +181,7 @@ def _is_kv_scale(name: str, spec: DecoderSpec) -> bool:
 
 def planned_shapes(plan: WeightPlan, dtype: np.dtype, quantizer: LeafPlacer) -> dict[str, Any]:
     """The tree of `load_weights`, as ShapeDtypeStructs."""
-    dense = param_shapes(plan.spec, dtype)
+    dense = plan.tree(dtype)
     tree = quantizer.shapes(dense)
     for leaf_plan in plan.leaves:
         if leaf_plan.packed:
@@ -398,7 +424,7 @@ def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Te
         return spec
     a, b = checkpoint.entry(head), checkpoint.entry(embed)
     if (a.dtype, a.shape) == (b.dtype, b.shape) and len(a.shape) == 2:
-        same = _equal(checkpoint.array(head), checkpoint.array(embed))
+        same = equal_bytes(checkpoint.array(head), checkpoint.array(embed))
         checkpoint.release(head)
         checkpoint.release(embed)
         if same:
@@ -410,7 +436,7 @@ def _check_tied(names: _Names, family: Family, spec: DecoderSpec, checkpoint: Te
     return dataclasses.replace(spec, tie_embeddings=False)
 
 
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+def equal_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     """Return True if two arrays have the same bytes."""
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(a, b, strict=True))
 

@@ -68,11 +68,12 @@ def llama_layer(w: Params, residual: np.ndarray, normed: np.ndarray, positions: 
 
 def expected_eagle(spec: HeadSpec, w: Params, embeddings: np.ndarray, states: np.ndarray) -> tuple:
     """Returns the layer's output and the logits. states: [3, tokens, target]."""
-    if spec.fc_norm:
-        states = np.array([rms(state, gain) for state, gain in zip(states, w["fc_norm"], strict=True)])
     joined = np.concatenate(list(states), -1)
     if spec.norm_before_fc:
         joined = rms(joined, w["input_norm"])
+    if spec.fc_norm:
+        parts = np.split(joined, len(states), axis=-1)
+        joined = np.concatenate([rms(part, gain) for part, gain in zip(parts, w["fc_norm"], strict=True)], -1)
     state = joined @ w["fc"].T
     normed = rms(state, w["hidden_norm"])
     both = np.concatenate([rms(embeddings, w["attn_norm"][0]), normed], -1)

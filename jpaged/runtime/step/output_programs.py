@@ -128,7 +128,7 @@ def sample_checked(
     mask: Bool[Array, " vocab"] | None,
     table: Table,
     sampling: SamplingState | None,
-    hidden: Float[Array, "tokens hidden"],
+    hidden: Float[Array, "capacity hidden"],
     checked: Int[Array, "3 tokens"],
     masks: Int[Array, "tokens words"] | None = None,
     *,
