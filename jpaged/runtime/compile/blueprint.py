@@ -32,7 +32,7 @@ from jpaged.runtime.compile.gated_dot_choice import checked_implementation, name
 from jpaged.runtime.compile.program_table import ProgramTable, temp_bytes
 from jpaged.runtime.drafting.draft_head import HeadOptions
 from jpaged.runtime.drafting.draft_model import DraftModelOptions
-from jpaged.runtime.drafting.draft_state import DraftSizes, TableColumns
+from jpaged.runtime.drafting.draft_state import DraftSizes, TableColumns, draft_block_bytes, draft_table_bytes
 from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.runtime.drafting.drafters import DraftBuild
 from jpaged.runtime.jax_settings import pinned
@@ -210,9 +210,20 @@ class Blueprint:
         plan = memory.fit(
             self.local_spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
             weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
-            temp_bytes=temp_bytes, free_bytes=free_bytes,
+            temp_bytes=temp_bytes, free_bytes=free_bytes, drafter=self.drafter_bytes,
         )  # fmt: skip
         return FittedBuild(self, plan)
+
+    @property
+    def drafter_bytes(self) -> memory.DrafterBytes:
+        """Bytes of the drafter on the device; all 0 without one."""
+        drafter, limits = self.model.drafter, self.limits
+        if drafter is None:
+            return memory.NO_DRAFTER
+        spec, dtype = drafter.layer_spec, _dtype(dataclasses.replace(self.model, params=drafter.params))
+        fixed = draft_table_bytes(spec, limits.max_num_seqs, dtype, is_head=drafter.capture is not None)
+        block = draft_block_bytes(spec, limits.block_size, KVFormat(dtype))
+        return memory.DrafterBytes(memory.tree_bytes(drafter.params), block, fixed)
 
     def fit_device(self, cache_folder: pathlib.Path | None) -> "FittedBuild":
         """Size the KV pool by the free memory of the devices, which already have the weights.
@@ -241,7 +252,7 @@ class Blueprint:
         """Raise ModelLoadError if free device memory cannot serve the model. For devices without the weights."""
         host_slots(self.config.swap_space, self.block_bytes)
         free = self._free_bytes()
-        weights = memory.tree_bytes(self.model.params)
+        weights = memory.tree_bytes(self.model.params) + self.drafter_bytes.weights
         self.fit(free_bytes=None if free is None else max(0, free - weights))
 
     @property
@@ -328,7 +339,9 @@ class Blueprint:
     def with_blocks(self, num_blocks: int) -> "FittedBuild":
         """A build with a pool of `num_blocks` blocks, even if they do not fit into memory."""
         weights = memory.tree_bytes(self.model.params)
-        plan = memory.MemoryPlan(self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes)
+        plan = memory.MemoryPlan(
+            self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes, self.drafter_bytes
+        )
         return FittedBuild(self, plan)
 
     def largest_temporaries(self, free_bytes: int | None) -> tuple[Shape, int]:
@@ -338,10 +351,12 @@ class Blueprint:
         and 559 MB with 8,192: XLA keeps one more copy of the logits. free_bytes: see `memory.fit`.
         """
         if free_bytes is not None:
-            free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - self.table_bytes)
-        pool = memory.pool_bytes(self.config, self.limits, self.block_bytes, free_bytes)
+            tables = self.table_bytes + self.drafter_bytes.fixed
+            free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - tables)
+        per_block = self.block_bytes + self.drafter_bytes.block
+        pool = memory.pool_bytes(self.config, self.limits, per_block, free_bytes)
         page = self.kv_format.page_shapes(self.local_spec, self.limits.block_size)
-        build = self.with_blocks(max(1, page.addressable(memory.round_down(pool // self.block_bytes))))
+        build = self.with_blocks(max(1, page.addressable(memory.round_down(pool // per_block))))
         sizes = [(shape, temp_bytes(build.compile(shape))) for shape in self.largest_shapes]
         return max(sizes, key=lambda size: size[1])
 

@@ -86,6 +86,22 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
+class DrafterBytes:
+    """Bytes of a drafter on one device."""
+
+    weights: int = 0
+    block: int = 0  # of one block in its pages, which have the block ids of the model
+    fixed: int = 0  # its state without the pages
+
+    def total(self, num_blocks: int) -> int:
+        """All bytes, over a pool of `num_blocks` blocks."""
+        return self.weights + num_blocks * self.block + self.fixed
+
+
+NO_DRAFTER = DrafterBytes()
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of each part of an engine, and the number of blocks in its KV pool."""
 
@@ -95,6 +111,12 @@ class MemoryPlan:
     weight_bytes: int
     temp_bytes: int   # temporaries of the largest program; 0 = not known yet
     table_bytes: int  # device state without the pages
+    drafter: DrafterBytes = NO_DRAFTER
+
+    @property
+    def drafter_bytes(self) -> int:
+        """Bytes of the drafter: weights, pages and state."""
+        return self.drafter.total(self.num_blocks)
 
     @property
     def kv_bytes(self) -> int:
@@ -108,6 +130,8 @@ class MemoryPlan:
             ("request table", self.table_bytes, f"{self.limits.max_num_seqs} rows"),
             ("temporaries", self.temp_bytes, "of the largest program"),
         ]
+        if self.drafter_bytes:
+            rows.append(("drafter", self.drafter_bytes, f"{self.drafter.block} bytes per block"))
         rows.append(("in all", sum(size for _, size, _ in rows), ""))
         lines = [f"{name:14} {size / 2**20:10.1f} MiB  {note}".rstrip() for name, size, note in rows]
         return "\n".join([*lines, self.request_line()])
@@ -292,19 +316,22 @@ def fit(
     platform: str,
     temp_bytes: int = 0,
     free_bytes: int | None = None,
+    drafter: DrafterBytes = NO_DRAFTER,
 ) -> MemoryPlan:
     """Fit the KV pool into memory. A default max_model_len shrinks to the longest that fits.
 
-    dtype: of hidden states. kv_format: of pages; None: `dtype`. free_bytes: left after weights, for temporaries, table
-    and pool; None on CPU. Raises ModelLoadError if not one block fits, or an explicit max_model_len does not.
+    dtype: of hidden states. kv_format: of pages; None: `dtype`. free_bytes: left after all weights, for temporaries,
+    table, pool, and the drafter's pages and state; None on CPU. Raises ModelLoadError if not one block fits, or an
+    explicit max_model_len does not.
     """
     kv_format = kv_format or KVFormat(dtype)
-    per_block = block_bytes(spec, limits, kv_format, platform)
+    of_model = block_bytes(spec, limits, kv_format, platform)
+    per_block = of_model + drafter.block
     page = kv_format.page_shapes(spec, limits.block_size)
 
     def pool_of(limits: Limits) -> int:
         """Bytes of the pool, at most what kernels can address. Block tables of longer requests make it smaller."""
-        tables = table_bytes(spec, limits, dtype)
+        tables = table_bytes(spec, limits, dtype) + drafter.fixed
         left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
         size = pool_bytes(config, limits, per_block, left)
         usable = page.addressable(size // per_block)
@@ -327,6 +354,8 @@ def fit(
             f"({need / 2**20:.1f} MiB), but only {available} ({available / 2**20:.1f} MiB) are available"
         )
         remedy = "free memory on the device"
+        if drafter.block:
+            shortage += f". Of each block of {per_block:,} bytes, {drafter.block:,} are the drafter's"
         if free_bytes is None or available == config.kv_cache_memory_bytes:
             remedy = "raise kv_cache_memory_bytes"
         if longest < 2:
@@ -338,7 +367,8 @@ def fit(
         logger.warning("%s: max_model_len is now %d", shortage, longest)
         limits = dataclasses.replace(limits, max_model_len=longest)
         num_blocks = pool_of(limits) // per_block
-    return MemoryPlan(limits, num_blocks, per_block, weight_bytes, temp_bytes, table_bytes(spec, limits, dtype))
+    tables = table_bytes(spec, limits, dtype)
+    return MemoryPlan(limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter)
 
 
 def round_down(num_blocks: int) -> int:
