@@ -213,6 +213,7 @@ def plan_fields(plan: Any) -> dict[str, Any]:
         "temp_bytes": memory.temp_bytes,
         "table_bytes": memory.table_bytes,
         "kv_bytes": memory.kv_bytes,
+        "drafter_bytes": memory.drafter_bytes,
         "num_blocks": memory.num_blocks,
         "block_bytes": memory.block_bytes,
         "block_size": memory.limits.block_size,

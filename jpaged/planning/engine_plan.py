@@ -58,6 +58,8 @@ class EnginePlan:
     whole_bytes: int = 0                   # bytes of weights that are replicated on every device
     stage: tuple[int, int] = (0, 1)        # (index, number of stages): the fullest stage, which this plan describes
     num_layers: int = 0                    # layers of this stage
+    drafter: str | None = None             # name of the drafter on the device; None: there is none
+    drafter_bytes: int = 0                 # of its weights; with `memory`, also of its pages and its state
 
     @property
     def weight_parts(self) -> dict[str, int]:
@@ -93,6 +95,8 @@ class EnginePlan:
         rows = [Row("weights", self.weight_bytes, note, parts)]
         how = "measured" if self.temporaries.measured else "ESTIMATED"
         of = f"of the largest program ({self.temporaries.program}), {how}"
+        if self.drafter is not None:
+            rows.append(Row("drafter", self.drafter_bytes, self.drafter, self._drafter_parts()))
         rows.append(Row("temporaries", self.temporaries.num_bytes, of))
         plan = self.memory
         if plan is not None:
@@ -117,6 +121,17 @@ class EnginePlan:
         kept = self.device_bytes - self.usable_bytes
         rows.append(Row("kept free", kept, "what gpu_memory_utilization leaves"))
         return rows
+
+    def _drafter_parts(self) -> tuple[Row, ...]:
+        """Lines of a drafter's weights, pages and state."""
+        if self.memory is None:
+            return ()
+        of_drafter, blocks = self.memory.drafter, self.memory.num_blocks
+        pages = f"{blocks:,} blocks, {of_drafter.block:,} bytes each"
+        return (
+            Row("draft weights", of_drafter.weights), Row("draft pages", blocks * of_drafter.block, pages),
+            Row("draft state", of_drafter.fixed),
+        )  # fmt: skip
 
     def _note(self, kinds: Mapping[str, int]) -> str:
         """List a part's kinds of numbers with their sizes. Empty if all have the model's dtype."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError, first_line
+from jpaged.loading.drafters import LoadedDrafter, describe_drafter
 from jpaged.loading.model_description import DescribedModel, describe
 from jpaged.models.sharding import find_devices, shards_of, whole_bytes
 from jpaged.models.spec import Stage
@@ -20,6 +21,7 @@ from jpaged.planning import PlanArguments
 from jpaged.planning.engine_plan import EnginePlan, Temporaries
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.compile.estimate import estimate_temporaries
+from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.prediction.roofline import Load, predict
@@ -88,10 +90,13 @@ def _plan_stage(
     target: Target | None,
 ) -> EnginePlan:  # fmt: skip
     params, shards = described.params, placement.shards
-    model = ServedModel(described.spec, params, masked=described.masked, stage=stage)
+    drafter = _drafter(config, described, placement)
+    served = None if drafter is None else DrafterModel(drafter.head_spec or drafter.spec, drafter.params)
+    model = ServedModel(described.spec, params, masked=described.masked, stage=stage, drafter=served)
     blueprint = Blueprint.draw(model, config, placement)
     device_bytes, taken, usable = _device_memory(placement, target, config)
-    free = None if usable is None else max(0, usable - taken - memory.tree_bytes(params))
+    weights = memory.tree_bytes(params) + blueprint.drafter_bytes.weights
+    free = None if usable is None else max(0, usable - taken - weights)
     temporaries = _temporaries(blueprint, target, config, free)
     fitted, problem, roofline = None, None, None
     try:
@@ -128,7 +133,17 @@ def _plan_stage(
         whole_bytes=whole_bytes(params) if shards.count > 1 else 0,
         stage=(stage.index, stage.count),
         num_layers=len(params["layers"]),
+        drafter=None if drafter is None else drafter.name,
+        drafter_bytes=blueprint.drafter_bytes.weights if fitted is None else fitted.drafter_bytes,
     )
+
+
+def _drafter(config: EngineConfig, described: DescribedModel, placement: Placement) -> LoadedDrafter | None:
+    """The drafter that runs on the device, as shapes. None: there is none."""
+    speculation = config.speculative_config
+    if speculation is None or not speculation.has_model:
+        return None
+    return describe_drafter(speculation, described, config, placement.platform, placement.mesh)
 
 
 def _loads(context: int, drafts: int) -> list[Load]:

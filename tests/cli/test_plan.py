@@ -48,6 +48,37 @@ def test_the_table_and_the_file_say_the_same(config, tmp_path, capsys):
     assert f"KV cache: {figures['kv_tokens']:,} tokens" in text
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_the_pool_is_sized_with_the_drafter(config, tmp_path, capsys, method):
+    """The drafter's bytes are in the table. Its pages have as many blocks as the pool, which is smaller for it."""
+    layer = LLAMA | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
+    layer |= {"architectures": ["LlamaForCausalLMEagle3"]} if method == "eagle3" else {}
+    draft = tmp_path / "draft" / "config.json"
+    draft.parent.mkdir()
+    draft.write_text(json.dumps(layer))
+    out = tmp_path / "plan.json"
+    words = ["plan", str(config), "--device-memory", "40GiB", "--max-model-len", "4096", "--output-json", str(out)]
+    assert cli.main(words) == 0
+    before = json.loads(out.read_text())
+    option = json.dumps({"method": method, "model": str(draft), "num_speculative_tokens": 3})
+    capsys.readouterr()
+    assert cli.main([*words, "--speculative-config", option]) == 0
+    printed, after = bytes_of(capsys.readouterr().out), json.loads(out.read_text())
+    layers = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096  # matrices and norms of a layer
+    weights = layers + 2 * 128256 * 4096 + 4096
+    if method == "eagle3":  # q, k and v are twice as wide. No embedding, and a smaller lm_head. d2t is int32
+        weights = layers + 4096 * (4096 + 2 * 1024) + 3 * 4096 * 4096 + 2 * 4096 + 32000 * 4096 + 2 * 32000
+    assert printed["draft weights"] == 2 * weights
+    assert printed["draft pages"] == after["num_blocks"] * 16 * 2 * 8 * 128 * 2
+    assert printed["drafter"] == sum(printed[f"draft {part}"] for part in ("weights", "pages", "state"))
+    assert printed["drafter"] == after["drafter_bytes"]
+    assert printed["in all"] == 40 * 2**30
+    assert sum(row["num_bytes"] for row in after["rows"]) == 40 * 2**30
+    freed = (before["num_blocks"] - after["num_blocks"]) * before["block_bytes"]
+    assert freed > 0.8 * printed["drafter"]
+    assert after["rows"][-2]["num_bytes"] >= 0  # left over
+
+
 def test_a_plan_that_does_not_fit_fails(config, tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert cli.main(["plan", str(config), "--target", "v5e", "--output-json", str(out)]) == 2
