@@ -74,8 +74,8 @@ def _check_vocabulary(folder: Path, spec: DecoderSpec, target: Target) -> None:
             )
         return
     tokens = {number: token for token, number in ours.get_vocab().items()}
-    if has_tokenizer(folder):
-        theirs = {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
+    if has_tokenizer(folder) and (tokenizer := load_tokenizer(folder)) is not None:
+        theirs = {number: token for token, number in tokenizer.get_vocab().items()}
         last = min(max(tokens), max(theirs))
         wrong = [i for i in range(last + 1) if tokens.get(i) != theirs.get(i)]
         if wrong:
