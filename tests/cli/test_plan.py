@@ -9,7 +9,7 @@ from jpaged import cli
 from jpaged.cli.flags.engine import field_docs
 from jpaged.cli.plan import Plan, _roofline_lines
 from jpaged.runtime import targets
-from jpaged.runtime.prediction.roofline import CollectiveCost, ProgramCost, Roofline
+from jpaged.runtime.prediction.roofline import CollectiveCost, Load, ProgramCost, Roofline, StepCost
 from tests.support.published_configs import LLAMA, LLAMA_WEIGHTS
 
 
@@ -100,6 +100,16 @@ def test_the_help_names_every_target():
     help_text = field_docs(Plan)["target"]
     for name in targets.TARGETS:
         assert re.search(rf"\b{name}\b", help_text), name
+
+
+def test_a_verify_step_is_printed_next_to_its_decode_step():
+    """The rate counts all drafts as accepted, and a line says so."""
+    steps = (StepCost(Load(8, 1024), 1e-3, 2e-3, 3e-3), StepCost(Load(8, 1024, 4), 1e-3, 4e-3, 5e-3))
+    plain, verify, _, note = _roofline_lines(Roofline("NVIDIA H200", (), steps))[-4:]
+    assert plain.split()[-4:] == ["1.00", "2.00", "3.00", "4,000"]
+    assert re.sub(" +", " ", verify) == "8 rows of 1,024 tokens with 4 drafts 1.00 4.00 5.00 10,000"
+    assert "accepts all" in note
+    assert not any("accepts" in line for line in _roofline_lines(Roofline("NVIDIA H200", (), steps[:1])))
 
 
 def test_collectives_are_printed_apart():

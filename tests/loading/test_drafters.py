@@ -17,8 +17,9 @@ from jpaged.loading.drafters import describe_drafter, load_drafter
 from jpaged.loading.model_description import describe
 from jpaged.models import decoder, draft_head
 from jpaged.speculation_config import SpeculationConfig
-from tests.golden.checkpoints import write_safetensors
+from tests.golden.checkpoints import BY_NAME, write_checkpoint, write_safetensors
 from tests.support.added_tokens import tokenizer
+from tests.support.checkpoint_files import tensors_of
 
 HIDDEN, VOCAB, DRAFTS, HEADS, KV_HEADS, DIM, INTER, TOKENS, LAYERS = 16, 40, 11, 4, 2, 8, 20, 5, 6
 CONFIG = {
@@ -314,6 +315,29 @@ def test_an_mtp_layer_computes_the_formulas(target, tmp_path, kind, shares):
     np.testing.assert_allclose(state, normed if kind == "qwen" else hidden, rtol=1e-4, atol=1e-4)
     want = normed @ w[f"{prefix}{head}.weight"].T.astype(np.float64)
     np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_mtp_layer_of_deepseek_v3_is_a_layer_of_the_model(tmp_path):
+    """Latent attention and experts. Its tensors are copies of the last layer's, so its leaves are, too."""
+    variant = BY_NAME["deepseek-v3"]
+    write_checkpoint(variant, 1, tmp_path)
+    tensors, count = tensors_of(tmp_path), variant.config["num_hidden_layers"]
+    hidden, last = variant.config["hidden_size"], f"model.layers.{count - 1}."
+    first = f"model.layers.{count}."
+    copies = {first + name.removeprefix(last): value for name, value in tensors.items() if name.startswith(last)}
+    own = random_tensors({
+        f"{first}enorm.weight": (hidden,), f"{first}hnorm.weight": (hidden,),
+        f"{first}shared_head.norm.weight": (hidden,), f"{first}eh_proj.weight": (hidden, 2 * hidden),
+    }, 7)  # fmt: skip
+    folder = write(tmp_path, variant.config | {"num_nextn_predict_layers": 1}, tensors | copies | own)
+    model = load_model(engine(folder))
+    drafter = load_drafter(SpeculationConfig(method="mtp"), model, engine(folder))
+    assert drafter.spec.latent is not None
+    assert drafter.spec.experts.layers == (True,)
+    jax.tree.map(np.testing.assert_array_equal, drafter.params["layers"][0], model.params["layers"][-1])
+    np.testing.assert_array_equal(drafter.params["attn_norm"][0], model.params["attn_norm"][-1])
+    np.testing.assert_array_equal(drafter.params["fc"], own[f"{first}eh_proj.weight"])
+    assert not drafter.head_spec.norm_output
 
 
 def test_a_model_without_mtp_layers_is_refused(target, tmp_path):
