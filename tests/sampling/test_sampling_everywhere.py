@@ -8,6 +8,8 @@ import pytest
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.params.sampling import RequestOutputKind
+from jpaged.speculation_config import SpeculationConfig
+from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.tiny_engine import (
     HOST_SLOTS,
     MAX_ROWS,
@@ -24,12 +26,14 @@ pytestmark = pytest.mark.codegen
 
 ROWS = MAX_ROWS
 LENGTHS = (3, 8, 17, 24, 33, 40, 12, 21, 35, 16, 9, 38)
+DRAFTS = 5
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
 @pytest.fixture(scope="module")
 def runner():
-    runner = make_runner(SPECS["full"])
+    drafts = SpeculationConfig(method="ngram", num_speculative_tokens=DRAFTS)
+    runner = make_runner(SPECS["full"], speculative_config=drafts)
     yield runner
     assert runner.compiles_after_ready == 0
     runner.close()
@@ -69,6 +73,19 @@ def wanted(runner):
     return alone(make_engine(runner, rows=ROWS), requests())
 
 
+def drafting_engine(runner, wanted, method, **options):
+    """An engine that drafts in most steps. A drafter of method custom knows the wanted answers, with mistakes."""
+    fields = {"method": method, "num_speculative_tokens": DRAFTS}
+    if method == "ngram":
+        fields |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if method == "custom":
+        fields["function"] = Recorded([
+            [*prompt, *output[0]] for (prompt, _), answer in zip(requests(), wanted, strict=True) for output in answer
+        ])  # fmt: skip
+    with always_drafting():
+        return make_engine(runner, drafts=fields, **options)
+
+
 def answers(engine, work):
     done = run(engine, work)
     return [bits(done[str(i)]) for i in range(len(work))]
@@ -105,6 +122,14 @@ def test_preempted(runner, wanted, host):
     engine = make_engine(runner, rows=ROWS, num_blocks=20, **options)
     assert answers(engine, requests()) == wanted
     assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "custom"])
+def test_with_drafts(runner, wanted, method):
+    engine = drafting_engine(runner, wanted, method, rows=ROWS, num_blocks=40)
+    assert answers(engine, requests()) == wanted
+    assert answers(engine, requests()[::-1])[::-1] == wanted  # a suffix tree knows all answers now
+    check_drafts(engine.stats().speculation)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from jpaged.models.quantization import Quantizer
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.runtime.compile import blueprint
 from jpaged.runtime.runner import ModelRunner
+from jpaged.speculation_config import SpeculationConfig
 
 VOCAB_SIZE = 256
 BLOCK_SIZE = 8
@@ -98,13 +99,21 @@ class View:
         return getattr(self.runner, name)
 
 
-def make_engine(runner, *, num_blocks=None, host_slots=0, costs=None, caching=True, budget=64, rows=8, **scheduling):
-    """An engine over a runner that other engines may have used. num_blocks None: all blocks. costs: TransferCosts."""
+def make_engine(
+    runner, *, num_blocks=None, host_slots=0, costs=None, caching=True, budget=64, rows=8, drafts=None, **scheduling
+):
+    """An engine over a runner that other engines may have used.
+
+    num_blocks None: all blocks. costs: TransferCosts. drafts: a `speculative_config`; the runner has verify programs.
+    """
     limits = {"host_slots": host_slots, "transfer_costs": costs, "max_num_batched_tokens": budget}
     limits["max_num_seqs"] = rows
     if num_blocks is not None:
         limits["num_blocks"] = num_blocks
-    options = EngineOptions(enable_prefix_caching=caching, scheduling=SchedulingOptions(**scheduling))
+    speculation = None if drafts is None else SpeculationConfig.from_fields(drafts)
+    options = EngineOptions(
+        enable_prefix_caching=caching, scheduling=SchedulingOptions(**scheduling), speculation=speculation
+    )
     return Engine(View(runner, **limits), options=options)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models import decoder
@@ -130,7 +130,7 @@ def sample_checked(
     sampling: SamplingState | None,
     hidden: Float[Array, "capacity hidden"],
     checked: Int[Array, "3 tokens"],
-    masks: Int[Array, "tokens words"] | None = None,
+    masks: UInt[Array, "tokens words"] | None = None,
     *,
     max_drafts: int,
     spec: DecoderSpec,
