@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from jpaged.loading import LoadedModel
     from jpaged.models.spec import DecoderSpec, WeightLayout
+    from jpaged.runtime.drafting.drafter_model import DrafterModel
     from jpaged.runtime.parallel.process_group import ProcessGroup
     from jpaged.runtime.runner import ModelRunner
 
@@ -167,6 +168,7 @@ def _prepare(
     on_first = contextlib.nullcontext() if devices is None else jax.default_device(devices[0][0])
     with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), on_first:
         loaded = _load(model, params, layout, config, processors)
+        drafter = _load_drafter(loaded, config)
     pooling = _pooling(loaded)
     for name in ("prefill_engines", "kv_handover"):
         if pooling is not None and getattr(config, name):
@@ -192,6 +194,7 @@ def _prepare(
                 tokenizer_ids=mask,
                 processors=processors,
                 kv_scales=loaded.kv_scales,
+                drafter=_copied_drafter(drafter, devices, index) if index and not shared else drafter,
                 progress=progress,
                 background=background,
                 owns_params=params is None,
@@ -276,6 +279,27 @@ def _load(
         layout=layout,
         check=check,
     )
+
+
+def _load_drafter(loaded: "LoadedModel", config: EngineConfig) -> "DrafterModel | None":
+    """Load the drafter of `speculative_config` that runs on the device. None: there is none."""
+    speculation = config.speculative_config
+    if speculation is None or not speculation.has_model:
+        return None
+    from jpaged.loading.drafters import load_drafter
+    from jpaged.runtime.drafting.drafter_model import DrafterModel
+
+    drafter = load_drafter(speculation, loaded, config)
+    return DrafterModel(drafter.head_spec or drafter.spec, drafter.params, drafter.layout)
+
+
+def _copied_drafter(drafter: "DrafterModel | None", devices: Any, index: int) -> "DrafterModel | None":
+    """The drafter on the devices of another engine."""
+    from jpaged.frontend.engine_devices import copied
+
+    if drafter is None:
+        return None
+    return dataclasses.replace(drafter, params=copied(drafter.params, devices[0], devices[index]))
 
 
 def _engine(
