@@ -2,12 +2,17 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged import SamplingParams
 from jpaged.engine.step_plan import TransferCosts
+from jpaged.models.draft_head import HeadKind, HeadSpec, head_param_shapes
+from jpaged.models.spec import param_shapes
 from jpaged.params.sampling import RequestOutputKind
+from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.speculation_config import SpeculationConfig
 from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.tiny_engine import (
@@ -19,6 +24,7 @@ from tests.support.tiny_engine import (
     bits,
     make_engine,
     make_runner,
+    random_tree,
     run,
 )
 
@@ -27,6 +33,7 @@ pytestmark = pytest.mark.codegen
 ROWS = MAX_ROWS
 LENGTHS = (3, 8, 17, 24, 33, 40, 12, 21, 35, 16, 9, 38)
 DRAFTS = 5
+MODELS = {"draft_model": {"model": "a draft model"}, "eagle3": {"model": "an EAGLE-3 head"}, "mtp": {}}
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
@@ -86,6 +93,25 @@ def drafting_engine(runner, wanted, method, **options):
         return make_engine(runner, drafts=fields, **options)
 
 
+def device_drafter(method, wanted):
+    """A model with other rounding of the weights, or a random head. The EAGLE-3 head has the 16 most frequent ids."""
+    spec = SPECS["full"]
+    if method == "draft_model":
+        params = random_tree(param_shapes(spec, jnp.float32))
+        return DrafterModel(spec, jax.tree.map(lambda leaf: leaf.astype(jnp.float8_e4m3fn).astype(leaf.dtype), params))
+    layer = dataclasses.replace(spec, num_layers=1)
+    if method == "mtp":
+        head = HeadSpec(HeadKind.MTP, layer, spec.hidden_size, own_head=False, norm_output=True)
+    else:
+        head = HeadSpec(HeadKind.EAGLE3, layer, spec.hidden_size, aux_layers=(0, 1, 2), draft_vocab_size=16)
+    params = random_tree(head_param_shapes(head, np.dtype(np.float32)), 1)
+    if method == "eagle3":
+        said = np.concatenate([output[0] for answer in wanted for output in answer])
+        ids = np.sort(np.argsort(-np.bincount(said, minlength=VOCAB_SIZE), kind="stable")[:16])
+        params["d2t"] = jnp.asarray(ids - np.arange(16), jnp.int32)
+    return DrafterModel(head, params)
+
+
 def answers(engine, work):
     done = run(engine, work)
     return [bits(done[str(i)]) for i in range(len(work))]
@@ -130,6 +156,20 @@ def test_with_drafts(runner, wanted, method):
     assert answers(engine, requests()) == wanted
     assert answers(engine, requests()[::-1])[::-1] == wanted  # a suffix tree knows all answers now
     check_drafts(engine.stats().speculation)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_with_drafts_of_the_device(wanted, method):
+    config = SpeculationConfig(method=method, num_speculative_tokens=DRAFTS, **MODELS[method])
+    runner = make_runner(SPECS["full"], drafter=device_drafter(method, wanted), speculative_config=config)
+    try:
+        with always_drafting():
+            engine = make_engine(runner, rows=ROWS, num_blocks=60, drafts=config)
+        assert answers(engine, requests()) == wanted
+        assert answers(engine, requests()[::-1])[::-1] == wanted
+        check_drafts(engine.stats().speculation)
+    finally:
+        runner.close()
 
 
 @pytest.mark.slow

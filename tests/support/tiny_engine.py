@@ -55,21 +55,27 @@ def sampling_programs(*variants: SamplerVariant) -> Iterator[None]:
         yield
 
 
-def make_runner(spec, scheme=None, **options):
-    """A float32 runner with random weights. Norm gains of 2 keep greedy answers from collapsing to one token.
-
-    scheme: a `quantization.Scheme` that rounds the weights.
-    """
-    rng = np.random.default_rng(0)
+def random_tree(shapes, seed=0):
+    """Random weights of a tree of ShapeDtypeStructs. Norm gains of 2 keep greedy answers from collapsing to one token."""
+    rng = np.random.default_rng(seed)
 
     def leaf(path, shape):
         values = rng.standard_normal(shape.shape) * 0.15
         return jnp.asarray(values + (2 if "norm" in str(path[-1]) else 0), shape.dtype)
 
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def make_runner(spec, scheme=None, drafter=None, **options):
+    """A float32 runner with random weights.
+
+    scheme: a `quantization.Scheme` that rounds the weights. drafter: a `DrafterModel`.
+    """
+
     def rounded(tree):
         return {n: tuple(map(rounded, a)) if n == "layers" else quantizer(n, a) for n, a in tree.items()}
 
-    params = jax.tree_util.tree_map_with_path(leaf, param_shapes(spec, jnp.float32))
+    params = random_tree(param_shapes(spec, jnp.float32))
     if scheme is not None:
         quantizer = Quantizer(scheme)
         params = rounded(params)
@@ -79,7 +85,7 @@ def make_runner(spec, scheme=None, **options):
         "block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": MAX_BLOCKS * block_bytes,
         "swap_space": HOST_SLOTS * block_bytes / 2**30,
     }  # fmt: skip
-    return ModelRunner.create(spec, params, EngineConfig(model="tiny", **config | options))
+    return ModelRunner.create(spec, params, EngineConfig(model="tiny", **config | options), drafter=drafter)
 
 
 def params_layers(spec):
