@@ -290,7 +290,7 @@ def _load_drafter(loaded: "LoadedModel", config: EngineConfig) -> "DrafterModel 
     from jpaged.runtime.drafting.drafter_model import DrafterModel
 
     drafter = load_drafter(speculation, loaded, config)
-    return DrafterModel(drafter.head_spec or drafter.spec, drafter.params, drafter.layout)
+    return DrafterModel(drafter.head_spec or drafter.spec, drafter.params, drafter.layout, drafter.max_model_len)
 
 
 def _copied_drafter(drafter: "DrafterModel | None", devices: Any, index: int) -> "DrafterModel | None":

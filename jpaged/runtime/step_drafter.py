@@ -38,7 +38,7 @@ class StepDrafter:
         """
         self._absorbs = [shape for shape in shapes if isinstance(shape, AbsorbShape)]
         self._placement, self._columns = build.placement, build.options.columns
-        self._max_len = model.layer_spec.max_position
+        self._max_len = model.max_len or model.layer_spec.max_position
         self._drafter: DraftModel | DraftHead
         if model.capture is None:
             self._drafter = DraftModel(build, params, programs)
@@ -49,7 +49,7 @@ class StepDrafter:
         self._no_drafts: dict[ForwardShape, jax.Array] = {}
 
     def as_engine_sees(self) -> DeviceDrafter:
-        """What the engine needs to know to plan the drafter's work."""
+        """The facts from which the engine plans the drafter's work."""
         return DeviceDrafter(
             isinstance(self._drafter, DraftHead), self._columns.first // self._columns.width, self._max_len,
             max((shape.tokens for shape in self._absorbs), default=0),

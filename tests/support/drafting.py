@@ -10,7 +10,7 @@ from jpaged.engine.speculation.accept_rate import AcceptRate
 from jpaged.engine.speculation.draft_budget import DraftBudget
 from jpaged.outputs import SpeculationStats
 
-PLAIN_STEPS = 7  # one of so many steps has no drafts
+PLAIN_STEPS = 7  # one of this number of steps has no drafts
 
 
 class RandomBudget(DraftBudget):
@@ -50,7 +50,7 @@ class Recorded:
     """A draft function that knows answers, and is wrong at some of their positions."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], *, wrong: int = 9, vocab_size: int = 256):
-        """sequences: prompts with their answers. wrong: one of so many positions gets another token; 0: none."""
+        """sequences: prompts with their answers. wrong: one of this number of positions gets another token; 0: none."""
         self.sequences = [list(sequence) for sequence in sequences]
         self._wrong, self._vocab_size = wrong, vocab_size
 

@@ -86,7 +86,7 @@ class DraftScheduler:
                 selection.boundary_decodes.append(request)  # its blocks have changed
 
     def _add(self, request: Request, draft: Draft, selection: StepSelection) -> None:
-        """Add a request's drafts, as far as blocks are free. Its last token has a slot already."""
+        """Add a request's drafts, if blocks for them are free. Its last token has a slot already."""
         manager, schedule = self._manager, request.schedule
         room = manager.slots_within_reach(request) - schedule.num_computed
         count = min(draft.count, room)

@@ -6,7 +6,7 @@ import numpy as np
 
 from jpaged.engine.speculation.token_index import TokenIndex
 
-NOBODY = -1
+NO_OWNER = -1
 MOST_POSITION = 2**31 - 2**24  # positions are int32
 
 
@@ -52,8 +52,8 @@ class AnswerStore:
         return len(self._answers)
 
     def owner(self, root: bytes) -> int:
-        """Number of a prefix root, or NOBODY if it has no answers."""
-        return self._owners.get(root, NOBODY)
+        """Number of a prefix root, or NO_OWNER if it has no answers."""
+        return self._owners.get(root, NO_OWNER)
 
     def add(self, root: bytes, tokens: list[int]) -> None:
         """Store an answer. Of an answer longer than half the ring only the end is stored.

@@ -237,8 +237,9 @@ class _Followed:
 class HeadDrafts:
     """Plans the work of a draft head. It must see every step while the head follows the target."""
 
-    def __init__(self, *, block_size: int, kv_group: int):
-        self._block_size = block_size
+    def __init__(self, *, block_size: int, kv_group: int, max_len: int):
+        """max_len: longest sequence that has drafts, in tokens."""
+        self._block_size, self._max_len = block_size, max_len
         self._contents = BlockContents(block_size, kv_group)
         self._followed: dict[int, _Followed] = {}  # by row
 
@@ -276,8 +277,9 @@ class HeadDrafts:
 
     def is_ready(self, request: Request) -> bool:
         """Whether the head can draft for a request: it follows it, and has absorbed an index."""
-        followed = self._followed.get(request.schedule.row)
-        return followed is not None and followed.request is request and len(request.token_ids) > followed.start + 1
+        followed, count = self._followed.get(request.schedule.row), len(request.token_ids)
+        is_followed = followed is not None and followed.request is request
+        return is_followed and followed.start + 1 < count < self._max_len
 
     def forget(self, request: Request) -> None:
         """Forget a request that has lost its row. Unknown requests are ignored."""

@@ -74,7 +74,9 @@ class Speculation:
         """The drafters of a configuration."""
         device, on_device = runner.device_drafter, None
         if device is not None and device.is_head:
-            on_device = HeadDrafts(block_size=runner.block_size, kv_group=device.kv_group)
+            on_device = HeadDrafts(
+                block_size=runner.block_size, kv_group=device.kv_group, max_len=device.max_len
+            )
         elif device is not None:
             on_device = ModelDrafts(
                 block_size=runner.block_size, kv_group=device.kv_group, absorb_tokens=device.absorb_tokens,

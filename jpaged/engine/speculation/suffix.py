@@ -11,7 +11,7 @@ a match has at least 2 tokens.
 from collections.abc import Sequence
 
 from jpaged.engine.request import Request
-from jpaged.engine.speculation.answer_store import NOBODY, AnswerStore
+from jpaged.engine.speculation.answer_store import NO_OWNER, AnswerStore
 from jpaged.engine.speculation.ngram import repeated
 from jpaged.engine.speculation.token_index import RequestIndexes
 from jpaged.errors import RequestError
@@ -73,7 +73,7 @@ class SuffixDrafter:
         tail = index.tail(self._depth - 1)
         keys = index.keys()
         owner = self._answers.owner(request.kv.prefix_root)
-        stored_keys = keys if owner == NOBODY else self._answers.keys(tail, owner)
+        stored_keys = keys if owner == NO_OWNER else self._answers.keys(tail, owner)
         best: list[int] = []
         score = 0.0
         for i in range(len(keys) - 1, -1, -1):
@@ -83,7 +83,7 @@ class SuffixDrafter:
                 if (length := index.match(position, tail)) >= self._sizes[i]
             ]
             stored = []
-            if owner != NOBODY:
+            if owner != NO_OWNER:
                 stored = self._answers.continuations(i, stored_keys[i], tail, owner, MAX_OCCURRENCES, count)
             for found in (own, stored):
                 draft, its_score = self._best(found, count)
@@ -151,7 +151,7 @@ def most_frequent(paths: list[list[int]], limit: int, min_prob: float) -> tuple[
 
 
 def _draft_limits(depth: int, factor: float) -> list[int]:
-    """Most tokens of a draft for each match length below depth: factor * match, and match + draft <= depth.
+    """Maximum number of tokens in a draft for each match length below depth: factor * match, and match + draft <= depth.
 
     A longer match may be cut, so no limit is below that of a shorter match.
     """

@@ -20,7 +20,7 @@ PIECE = 16_384        # most tokens that one call indexes: a longer prompt is in
 MOST_BUCKETS = 1 << 16
 SHIFT = 32            # a hash is a sum of products modulo 2**64. Its middle bits choose the bucket
 SALT = 0xD1B54A32D192ED03
-SEPARATOR = -1        # stands between two sequences, and equals no token
+SEPARATOR = -1        # is between two sequences, and equals no token
 
 
 def _powers(count: int) -> list[int]:

@@ -13,6 +13,7 @@ class DrafterModel:
     spec: DecoderSpec | HeadSpec
     params: Params  # arrays or ShapeDtypeStructs
     layout: WeightLayout = WeightLayout()
+    max_len: int | None = None  # tokens of a sequence, from which on it does not draft; None: the limit of its spec
 
     @property
     def layer_spec(self) -> DecoderSpec:

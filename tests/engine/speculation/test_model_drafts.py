@@ -162,7 +162,7 @@ def test_no_draft_lies_past_the_longest_sequence():
 
 
 def test_a_head_follows_rows_from_their_start_or_from_a_cached_prefix():
-    drafts, free = HeadDrafts(block_size=BLOCK, kv_group=1), list(range(1, 50))
+    drafts, free = HeadDrafts(block_size=BLOCK, kv_group=1, max_len=10_000), list(range(1, 50))
     request = FakeRequest(range(14), 0)
     request.grow(20, free)
     plan = drafts.plan([HeadRow(request, 0, 9, samples=False)])
@@ -179,7 +179,7 @@ def test_a_head_follows_rows_from_their_start_or_from_a_cached_prefix():
 
 
 def test_a_head_that_was_reset_knows_no_cached_prefix():
-    drafts, free = HeadDrafts(block_size=BLOCK, kv_group=1), list(range(1, 50))
+    drafts, free = HeadDrafts(block_size=BLOCK, kv_group=1, max_len=10_000), list(range(1, 50))
     request = FakeRequest(range(9), 0)
     request.grow(12, free)
     drafts.plan([HeadRow(request, 0, 9, samples=True)])

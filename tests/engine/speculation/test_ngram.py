@@ -97,7 +97,7 @@ def test_limits_are_checked(limits):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=90), min_size=1, max_size=12))
 def test_a_ring_returns_only_what_it_still_has(sequences):
-    """Positions that it finds follow the n-gram, lie in one sequence, and include the newest occurrence."""
+    """Positions that it finds follow the n-gram, are in one sequence, and include the newest occurrence."""
     index, known = TokenIndex([2, 4], 64), [-1]
     for number, tokens in enumerate(sequences):
         if number:
