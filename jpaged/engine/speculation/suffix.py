@@ -151,7 +151,7 @@ def most_frequent(paths: list[list[int]], limit: int, min_prob: float) -> tuple[
 
 
 def _draft_limits(depth: int, factor: float) -> list[int]:
-    """Maximum number of tokens in a draft for each match length below depth: factor * match, and match + draft <= depth.
+    """Maximum number of tokens in a draft, for each match length below depth: factor * match, within depth - match.
 
     A longer match may be cut, so no limit is below that of a shorter match.
     """
