@@ -188,10 +188,10 @@ def build_batch(
     if shape.is_decode:
         num_tokens = (rows < capacity).astype(jnp.int32)
     else:
-        num_tokens = part["num_tokens"]
         if not shape.drafts:
             values = part["init_values"].reshape(-1, NUM_FIELDS)
             table = table.at[drop_padding(part["init_rows"])].set(values, mode="drop")
+        num_tokens = part["num_tokens"]
 
     fields = jnp.take(table, rows, axis=0, mode="clip")
     block_tables = jnp.take(blocks, rows, axis=0, mode="clip")
@@ -204,17 +204,16 @@ def build_batch(
     else:
         token_row = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1), shape.rows - 1)
         real = token < query_start_loc[-1]
-        offset = token - query_start_loc[token_row]
-        positions = length[token_row] + offset
-        last = fields[token_row, Field.LAST_TOKEN]
+        positions = length[token_row] + token - query_start_loc[token_row]
         if shape.drafts:
+            offset = token - query_start_loc[token_row]
             drafts = _drafts(part, fields, shape.drafts, proposed)
             draft = jnp.where(offset > 0, drafts[token_row, jnp.clip(offset - 1, 0, shape.drafts - 1)], -1)
-            token_ids = jnp.where(offset > 0, jnp.maximum(draft, 0), last)
+            token_ids = jnp.where(offset > 0, jnp.maximum(draft, 0), fields[token_row, Field.LAST_TOKEN])
             checked = jnp.stack([jnp.where(real, rows[token_row], capacity), offset, draft])
         else:
             from_table = token_row < part["num_decodes"][0]
-            token_ids = jnp.where(from_table, last, part["prompt_tokens"])
+            token_ids = jnp.where(from_table, fields[token_row, Field.LAST_TOKEN], part["prompt_tokens"])
     positions = jnp.where(real, positions, 0)
     context_lens = jnp.where(num_tokens > 0, length + num_tokens, 0)
     kv_groups = []

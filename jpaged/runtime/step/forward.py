@@ -112,6 +112,7 @@ def forward(
     the captured hidden states; () captures the last ones.
     """
     state, batch = build_batch(state, packed, shape, proposed)
+    output_rows = None if shape.drafts else packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
     num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
     count = shape.token_parts
     if count > 1:
@@ -124,7 +125,7 @@ def forward(
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
         gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer, capture=capture or (),
     )  # fmt: skip
-    table, output_rows = state.table, state.output_rows
+    table = state.table
     if not shape.drafts:
         table = table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
     state = state.with_pages(pages).replace(table=table)
@@ -132,10 +133,12 @@ def forward(
         x = context.all_tokens(x)
     if not stage.is_last:
         return state, x
-    if not shape.drafts:
-        padding = ((0, 0), (0, output_rows.shape[1] - shape.rows))
-        output_rows = jnp.pad(packed[shape.cuts["output_rows"]].reshape(2, shape.rows), padding, constant_values=-1)
-    state = state.replace(hidden=lax.dynamic_update_slice(state.hidden, x, (0, 0)), output_rows=output_rows)
+    hidden = lax.dynamic_update_slice(state.hidden, x, (0, 0))
+    if output_rows is None:
+        state = state.replace(hidden=hidden)
+    else:
+        padding = ((0, 0), (0, state.output_rows.shape[1] - shape.rows))
+        state = state.replace(hidden=hidden, output_rows=jnp.pad(output_rows, padding, constant_values=-1))
     counted = num_tokens
     if spec.experts is not None and choices and shards.splits_experts:
         pairs = pairs_of_devices(choices, spec.experts.num, shards)
