@@ -158,6 +158,31 @@ def test_with_drafts(runner, wanted, method):
     check_drafts(engine.stats().speculation)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix", "custom"])
+@pytest.mark.parametrize("budget", [41, 64])
+@pytest.mark.parametrize("host", [False, True])
+def test_preempted_with_drafts(runner, wanted, method, budget, host):
+    options = {"host_slots": HOST_SLOTS, "costs": FETCH} if host else {}
+    engine = drafting_engine(runner, wanted, method, rows=ROWS, num_blocks=20, budget=budget, **options)
+    for _ in range(2):
+        assert answers(engine, requests()) == wanted
+    assert engine.stats().preemptions > 0
+    assert (engine.stats().blocks_to_host > 0) == host
+    check_drafts(engine.stats().speculation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix", "custom"])
+def test_requests_without_a_seed_with_drafts(runner, wanted, method):
+    work = [(prompt, dataclasses.replace(params, seed=None)) for prompt, params in requests()]
+    expected = alone(make_engine(runner, rows=ROWS), work)
+    assert expected != wanted
+    engine = drafting_engine(runner, expected, method, rows=ROWS)
+    assert answers(engine, work) == expected
+    check_drafts(engine.stats().speculation)
+
+
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_with_drafts_of_the_device(wanted, method):
     config = SpeculationConfig(method=method, num_speculative_tokens=DRAFTS, **MODELS[method])

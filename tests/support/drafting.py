@@ -10,7 +10,7 @@ from jpaged.engine.speculation.accept_rate import AcceptRate
 from jpaged.engine.speculation.draft_budget import DraftBudget
 from jpaged.outputs import SpeculationStats
 
-PLAIN_STEPS = 7  # one of this number of steps has no drafts
+PLAIN_STEPS = 7  # on average, one step of this number has no drafts
 
 
 class RandomBudget(DraftBudget):
@@ -50,9 +50,9 @@ class Recorded:
     """A draft function that knows answers, and is wrong at some of their positions."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], *, wrong: int = 9, vocab_size: int = 256):
-        """sequences: prompts with their answers. wrong: one of this number of positions gets another token; 0: none."""
+        """sequences: prompts with their answers. wrong: distance of the positions with another token; 0: none."""
         self.sequences = [list(sequence) for sequence in sequences]
-        self._wrong, self._vocab_size = wrong, vocab_size
+        self.wrong, self.vocab_size = wrong, vocab_size
 
     def __call__(self, token_ids: list[int], count: int) -> list[int]:
         known = len(token_ids)
@@ -62,8 +62,8 @@ class Recorded:
         return []
 
     def _draft(self, sequence: list[int], place: int) -> int:
-        is_wrong = self._wrong and place % self._wrong == 0
-        return (sequence[place] + 1) % self._vocab_size if is_wrong else sequence[place]
+        is_wrong = self.wrong and place % self.wrong == 0
+        return (sequence[place] + 1) % self.vocab_size if is_wrong else sequence[place]
 
 
 def check_drafts(stats: SpeculationStats | None, *, rejects: bool = True) -> None:

@@ -56,7 +56,7 @@ def sampling_programs(*variants: SamplerVariant) -> Iterator[None]:
 
 
 def random_tree(shapes, seed=0):
-    """Random weights of a tree of ShapeDtypeStructs. Norm gains of 2 keep greedy answers from repeating one token."""
+    """Random weights of these shapes. Norm gains of 2 keep greedy answers from collapsing to one token."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, shape):
