@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pathlib
 
 import httpx
 import pytest
@@ -12,12 +13,15 @@ from jpaged import LLM, SamplingParams
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server
 from tests.serving.demo_options import SIZES
+from tests.serving.http_client import wait_for
 from tests.support.drafting import Recorded, always_drafting
 from tests.support.http_server import running
 
 pytestmark = pytest.mark.slow
 
 STREAMS, DRAFTS = 32, 4
+FOLDER = pathlib.Path(jpaged.__file__).parent
+MODELS = {"draft_model": "demo_draft", "eagle3": "demo_eagle3"}
 STARTS = ["def add(a, b):\n    return", "import os\nimport", "class A:\n    def __init__", "for i in range(10):\n"]
 BODIES = [
     {"prompt": STARTS[i % 4] + " " * (i // 8), "max_tokens": 40 + i % 7, "seed": i}
@@ -72,15 +76,18 @@ def counters(text):
     return found
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "custom"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "custom", "draft_model", "eagle3"])
 def test_streams_are_the_offline_answers(expected, method):
     fields = {"method": method, "num_speculative_tokens": DRAFTS}
     if method == "custom":
         fields["function"] = Recorded([
             [*output.prompt_token_ids, *output.outputs[0].token_ids] for output in expected
         ])  # fmt: skip
+    if method in MODELS:
+        fields["model"] = str(FOLDER / MODELS[method])
     with always_drafting():
         engine = jpaged.AsyncLLM("demo", speculative_config=fields, **SIZES)
+    wait_for(lambda: engine.is_ready, seconds=120)  # all verify programs exist
     with running(create_app(Server(engine=engine, model_names=("demo",)))) as base:
         for _ in range(2):
             answers, metrics = asyncio.run(all_streams(base))
