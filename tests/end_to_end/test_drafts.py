@@ -1,11 +1,13 @@
 """Answers with drafts equal those without, bit for bit, with everything that a request or an engine may have."""
 
 import contextlib
+import pathlib
 
 import jax
 import numpy as np
 import pytest
 
+import jpaged
 from jpaged import LLM, SamplingParams, StructuredOutputsParams
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.drafting import Recorded, always_drafting, check_drafts
@@ -16,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.codegen]
 DEMO = {
     "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,), "max_model_len": 512,
 }  # fmt: skip
+MODELS = {"draft_model": "demo_draft", "eagle3": "demo_eagle3"}
 CODE = ["def add(a, b):\n    return a + b\n\n", "import os\n", "class A:\n    def __init__(self):\n        self.x = 1"]
 SCHEMA = {
     "type": "object",
@@ -53,6 +56,8 @@ def drafting_llm(model, method="custom", **options):
         fields["function"] = drafter
     elif method == "ngram":
         fields["prompt_lookup_min"] = 1
+    elif method in MODELS:
+        fields["model"] = str(pathlib.Path(jpaged.__file__).parent / MODELS[method])
     with always_drafting(), LLM(model, speculative_config=fields, **options) as llm:
         drafter.vocab_size = llm.spec.vocab_size
         llm.wait_until_ready()
@@ -65,13 +70,13 @@ def plain():
         yield llm
 
 
-@pytest.fixture(scope="module", params=["custom", "ngram", "suffix"])
+@pytest.fixture(scope="module", params=["custom", "ngram", "suffix", "draft_model", "eagle3"])
 def drafting(request):
     with drafting_llm("demo", request.param, **DEMO) as made:
         yield made
 
 
-def both(plain, drafting, prompts, params, *, rejects=True):
+def both(plain, drafting, prompts, params, *, checks=True, rejects=True):
     """The answers of a plain engine, after a check that an engine with drafts gives the same, twice."""
     llm, drafter = drafting
     expected = generate(plain, prompts, params)
@@ -79,7 +84,10 @@ def both(plain, drafting, prompts, params, *, rejects=True):
     llm.reset_stats()
     for _ in range(2):  # the second time from the prefix cache, and with a suffix tree that knows the answers
         assert bits(generate(llm, prompts, params)) == bits(expected)
-    check_drafts(llm.stats().speculation, rejects=rejects)
+    if checks:
+        check_drafts(llm.stats().speculation, rejects=rejects)
+    else:
+        assert llm.stats().speculation.draft_tokens > 0
     assert llm.stats().used_blocks == 0
     assert llm.stats().compiles_after_ready == 0
     return expected
@@ -108,7 +116,8 @@ def test_parameters(plain, drafting, fields, sampling):
         sampling = {"temperature": 0.7}  # the engine's seeds
     params = SamplingParams(**{"max_tokens": 60, "ignore_eos": "structured_outputs" not in fields} | sampling | fields)
     prompts = [text + "<think>\n" for text in CODE] if "reasoning_tags" in fields else CODE
-    both(plain, drafting, prompts, params, rejects="structured_outputs" not in fields)
+    # a model that drafts does not know the grammar, and short answers may have no accepted draft
+    both(plain, drafting, prompts, params, checks="structured_outputs" not in fields)
 
 
 def test_a_stop_string_in_the_middle_of_accepted_drafts(plain, drafting):
