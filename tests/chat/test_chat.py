@@ -27,9 +27,9 @@ class Scripted(FakeRunner):
 
     script: list[int]
 
-    def attend(self, row: int, sampler: int) -> int:
-        super().attend(row, sampler)  # checks the content of the pages
-        seen = self.seen(row, 0, int(self.lengths[row]))[1].tolist()
+    def attend(self, row: int, sampler: int, length: int) -> int:
+        super().attend(row, sampler, length)  # checks the content of the pages
+        seen = self.seen(row, 0, length)[1].tolist()
         said = max(k for k in range(len(self.script) + 1) if seen[len(seen) - k :] == self.script[:k])
         return [*self.script, END][said]
 

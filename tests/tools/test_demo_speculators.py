@@ -15,7 +15,9 @@ from jpaged.loading import load_model
 from jpaged.models import decoder, draft_head
 from jpaged.models.draft_head import HeadKind, HeadSpec
 from jpaged.models.spec import DecoderSpec, Params, Rope
-from tests.tools.test_demo_model import FOLDER, ROOT
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "jpaged" / "demo_model"
 
 DRAFT, EAGLE3 = ROOT / "jpaged" / "demo_draft", ROOT / "jpaged" / "demo_eagle3"
 

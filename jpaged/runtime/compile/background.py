@@ -21,7 +21,7 @@ from jpaged.lifetime import call_at_exit
 from jpaged.runtime.compile.blueprint import FittedBuild
 from jpaged.runtime.compile.program_table import ProgramTable, compiled
 from jpaged.runtime.compile.worker import FAILURES, CompileWorker
-from jpaged.runtime.step.program_shapes import Shape, kind_of, size
+from jpaged.runtime.step.program_shapes import FIRST_KINDS, Shape, kind_of, size
 from jpaged.runtime.store.stored_programs import ProgramStore
 
 logger = logging.getLogger(__name__)
@@ -119,8 +119,11 @@ class _Guarded:
 
 
 def in_order(shapes: Iterable[Shape]) -> list[Shape]:
-    """First the largest of each kind, so that every request can run soon. Then the others, largest first."""
+    """First the largest of each kind, so that every request can run soon. Then the others, largest first.
+
+    Of the kinds in FIRST_KINDS, the largest program exists already, so they come after the other kinds.
+    """
     largest_first = sorted(shapes, key=size, reverse=True)
     kinds = {kind_of(shape): shape for shape in reversed(largest_first)}
-    first = list(kinds.values())
+    first = sorted(kinds.values(), key=lambda shape: kind_of(shape) in FIRST_KINDS)
     return [*first, *(shape for shape in largest_first if shape not in first)]

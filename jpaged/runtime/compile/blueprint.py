@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError, ModelLoadError, first_line
 from jpaged.models.draft_head import HeadSpec
 from jpaged.models.kv_scales import KVScales
@@ -47,9 +46,7 @@ from jpaged.runtime.step.draft_shapes import DraftShape, draft_head_shapes, draf
 from jpaged.runtime.step.forward import compile_forward, upload_row
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, compile_output
 from jpaged.runtime.step.program_shapes import (
-    DECODE,
-    MIXED,
-    POOL,
+    FIRST_KINDS,
     VERIFY_ROWS,
     VERIFY_ROWS_ON_CPU,
     Shape,
@@ -201,9 +198,8 @@ class Blueprint:
     @property
     def first_shapes(self) -> list[Shape]:
         """Programs that an engine needs to start: the largest decode, mixed, greedy and pool programs."""
-        needed = (DECODE, MIXED, SamplerVariant.GREEDY.name, POOL)
         largest = {kind_of(shape): shape for shape in sorted(self.program_shapes, key=size)}
-        return [largest[kind] for kind in needed if kind in largest]
+        return [largest[kind] for kind in FIRST_KINDS if kind in largest]
 
     def fit(self, *, temp_bytes: int = 0, free_bytes: int | None = None) -> "FittedBuild":
         """Size the KV pool. Arguments and errors: see `memory.fit`."""

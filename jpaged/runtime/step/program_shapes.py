@@ -46,6 +46,7 @@ Kind = str  # see `kind_of`
 # Kinds. A `sample` program has its variant's name, with CHECKS before it for verify steps.
 DECODE, VERIFY, MIXED, SCORE, POOL, CHECKS = "decode", "verify", "mixed", "score", "pool", "checks "
 DRAFT = "draft"  # all programs of a drafter on the device
+FIRST_KINDS = (DECODE, MIXED, SamplerVariant.GREEDY.name, POOL)  # an engine starts when it has the largest of each
 # Verify programs hold this many rows with the maximum of drafts. On CPU a step's time grows with its tokens, so one of
 # them has as many tokens as the smallest decode program has rows: with it, a few drafts cost nothing.
 VERIFY_ROWS = (8, 32)
