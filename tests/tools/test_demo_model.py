@@ -3,11 +3,9 @@
 import ast
 import functools
 import hashlib
-import importlib.util
 import json
 import pathlib
 import sys
-import types
 from unittest import mock
 
 import jax
@@ -25,18 +23,8 @@ from jpaged.loading import load_model
 from jpaged.models import decoder
 from jpaged.models.spec import AttentionOptions
 from tests.support.tiny_engine import sampling_programs
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "jpaged" / "demo_model"
-
-
-def load_tool(name: str) -> types.ModuleType:
-    """Import a script of tools/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from tests.support.tool_scripts import DEMO_MODEL as FOLDER
+from tests.support.tool_scripts import ROOT, load_tool
 
 complete_python = load_tool("complete_python").complete_python
 demo_corpus = load_tool("demo_corpus")

@@ -15,9 +15,8 @@ from jpaged.loading import load_model
 from jpaged.models import decoder, draft_head
 from jpaged.models.draft_head import HeadKind, HeadSpec
 from jpaged.models.spec import DecoderSpec, Params, Rope
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "jpaged" / "demo_model"
+from tests.support.tool_scripts import DEMO_MODEL as FOLDER
+from tests.support.tool_scripts import ROOT
 
 DRAFT, EAGLE3 = ROOT / "jpaged" / "demo_draft", ROOT / "jpaged" / "demo_eagle3"
 

@@ -16,7 +16,7 @@ from jpaged.models import decoder, draft_head
 from jpaged.models.draft_head import HeadKind, HeadSpec
 from jpaged.models.spec import DecoderSpec, Params, Rope, param_shapes
 from tests.support.random_decoder import random_params
-from tests.tools.test_demo_model import ROOT, load_tool
+from tests.support.tool_scripts import ROOT, load_tool
 
 VOCAB, LENGTH = 40, 9
 LAYER = DecoderSpec(
