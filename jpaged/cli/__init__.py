@@ -86,7 +86,7 @@ def _log_to_stderr() -> None:
 COMMANDS = (
     "generate", "chat", "serve", "run-batch", "bench", "inspect", "simulate", "convert", "quantize", "plan", "report",
 )  # fmt: skip
-BENCHMARKS = ("serve", "throughput", "latency", "steps", "quality", "startup")
+BENCHMARKS = ("serve", "throughput", "latency", "steps", "quality", "startup", "speculation")
 _CLASSES = {
     "generate": "generate.Generate",
     "chat": "chat.Chat",

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from jpaged import cli
+from jpaged.cli.bench.speculation import median_interval
 
 SMALL = ["--max-model-len", "256", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
 SMALL += ["--row-buckets", "8", "--token-buckets", "64"]
@@ -157,6 +158,35 @@ def test_bench_startup(tmp_path, jpaged):
 )
 def test_bench_startup_refuses(words, message, capsys):
     assert message in refused(capsys, "bench", "startup", "demo", *words)
+
+
+@pytest.mark.slow
+def test_bench_speculation(tmp_path, jpaged):
+    path, plot = tmp_path / "figures.json", tmp_path / "speculation.png"
+    words = ["--spec-method", "ngram", "--batch-sizes", "1", "3", "--output-len", "24", "--pairs", "2"]
+    said = jpaged("bench", "speculation", "demo", *words, "--output-json", str(path), "--plot", str(plot))
+    rows = json.loads(path.read_text())["results"]
+    assert [(row["text"], row["batch_size"]) for row in rows] == [(t, n) for t in ("free", "repeated") for n in (1, 3)]
+    assert all(row["speedup_low"] <= row["speedup"] <= row["speedup_high"] for row in rows)
+    assert all(0 <= row["acceptance"] <= 1 and row["steps_ratio"] >= 1 for row in rows)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "Machine: " in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "speculative_config"),
+        (["--spec-method", "ngram", "--batch-sizes", "0"], "batch_sizes"),
+        (["--spec-method", "ngram", "--pairs", "0"], "pairs"),
+    ],
+)
+def test_bench_speculation_refuses(words, message, capsys):
+    assert message in refused(capsys, "bench", "speculation", "demo", *words)
+
+
+def test_the_interval_of_a_median_is_that_of_the_binomial_distribution():
+    assert [median_interval(count) for count in (1, 5, 6, 10, 20)] == [(0, 0), (0, 4), (0, 5), (1, 8), (5, 14)]
 
 
 def test_bench_latency(tmp_path, jpaged):
