@@ -11,7 +11,8 @@ A request's drafts come from the first of these sources that has any:
 2. The answer that its caller predicted.
 3. The drafter that the engine was started with, on the host or on the device.
 
-A draft head on the device must follow every step of the target, which costs time. It pauses while no drafts can pay.
+A draft head on the device must follow every step of the target, which costs time. It follows for some steps after
+drafts were last chosen, and then pauses. Now and then it follows again, so that drafts can be tried.
 """
 
 import bisect
@@ -36,7 +37,9 @@ from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, Runner, StepPlan
 from jpaged.errors import EngineError
 from jpaged.speculation_config import SpeculationConfig
 
-FOLLOWED_STEPS = 64  # steps for which a draft head follows the target after drafts could last pay
+FOLLOWED_STEPS = 64   # steps for which a draft head follows the target after drafts were last chosen
+FIRST_FOLLOW = 256    # steps of the first pause after which it follows again. Each further pause is twice as long,
+LONGEST_FOLLOW = 16_384
 _FORCED = AcceptRate(chance=MOST_CHANCE)  # of drafts that a grammar forces
 
 
@@ -66,7 +69,9 @@ class Speculation:
         self._budget = DraftBudget(max_drafts, row_sizes)
         self._row_sizes = sorted(row_sizes)
         self._rates: dict[Request, _Rates] = {}
-        self._steps_without_gain = 0  # steps since drafts could pay
+        self._step = 0                       # steps that were planned
+        self._follow_until = FOLLOWED_STEPS  # step until which a draft head follows the target
+        self._next_follow = self._pause = FIRST_FOLLOW
         self._last_program: tuple[ProgramKind, int] | None = None  # of the last step
 
     @classmethod
@@ -88,7 +93,7 @@ class Speculation:
     def begin_step(self, sizes: Sequence[int]) -> None:
         """Note that a step is being planned. sizes: `Runner.verify_sizes`."""
         self._budget.verify_sizes = sizes
-        self._steps_without_gain += 1
+        self._step += 1
 
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> Iterator[tuple[Request, Draft]]:
         """Drafts of some of the decodes of a step. Empty where drafts would not make the step faster.
@@ -98,12 +103,18 @@ class Speculation:
         rates = [self._rates_of(request).drafter for request in requests]
         if not self._budget.may_pay(rates):
             return
-        self._steps_without_gain = 0
+        if self._step >= self._next_follow:
+            self._follow_until = self._step + FOLLOWED_STEPS
+            self._pause = min(2 * self._pause, LONGEST_FOLLOW)
+            self._next_follow = self._step + self._pause
         drafts = [self._propose(request, limit) for request, limit in zip(requests, most, strict=True)]
         for index, draft in enumerate(drafts):
             if draft is not None:
                 rates[index] = self._rate(requests[index], draft.source)
         counts = self._budget.choose(rates, [0 if draft is None else draft.count for draft in drafts])
+        if any(counts):
+            self._follow_until, self._pause = self._step + FOLLOWED_STEPS, FIRST_FOLLOW
+            self._next_follow = self._step + FIRST_FOLLOW
         for request, draft, count in zip(requests, drafts, counts, strict=True):
             if draft is not None and count:
                 yield request, dataclasses.replace(draft, count=count)
@@ -137,7 +148,7 @@ class Speculation:
         """
         if self._head is None:
             return None
-        if not self._budget.verify_sizes or self._steps_without_gain > FOLLOWED_STEPS:
+        if not self._budget.verify_sizes or self._step > self._follow_until:
             self._head.pause()
             return None
         rows = zip(requests, num_tokens.tolist(), samples.tolist(), strict=True)
