@@ -212,6 +212,8 @@ def _check_speculation(config: EngineConfig) -> None:
         option = "prefill_engines" if config.prefill_engines else "kv_handover"
         known = f"is not supported with {option} and method {method}: the KV handed over is the model's alone, without "
         known += "the drafter's. Use ngram or suffix"
+    elif method in MODEL_METHODS and config.nnodes > 1:
+        known = f"is not supported yet with nnodes={config.nnodes} and method {method}: use ngram or suffix"
     if known is not None:
         raise RequestError(name, method, known)
     if speculation.draft_tensor_parallel_size not in (None, 1, tensor):

@@ -190,6 +190,8 @@ def test_a_function_by_name():
         ({"method": "ngram"}, {"runner": "pooling"}, r"^speculative_config is for models that generate"),
         ({"method": "draft_model", "model": "a"}, {"kv_handover": True},
          r"^speculative_config is not supported with kv_handover and method draft_model: .* Use ngram or suffix"),
+        ({"method": "mtp"}, {"nnodes": 2, "tensor_parallel_size": 2},
+         r"^speculative_config is not supported yet with nnodes=2 and method mtp: use ngram or suffix, got 'mtp'"),
         ({"method": "mtp"}, {"prefill_engines": 1, "data_parallel_size": 2},
          r"^speculative_config is not supported with prefill_engines and method mtp"),
         ({"method": "draft_model", "model": "a", "draft_tensor_parallel_size": 2}, {},
