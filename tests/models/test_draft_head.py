@@ -1,6 +1,7 @@
 """EAGLE-3 heads and MTP layers against plain float64 formulas, one row at a time."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jpaged.models import decoder, draft_head
 from jpaged.models.draft_head import HeadKind, HeadSpec
 from jpaged.models.spec import DecoderSpec, Experts, Latent, Params, Rope, param_shapes
+from tests.support.device_arrays import device_array
 
 HIDDEN, TARGET, VOCAB, LENGTH = 16, 24, 40, 6
 HEADS, KV_HEADS, DIM, INTER = 4, 2, 8, 20
@@ -27,9 +29,9 @@ def random_tree(shapes: Params, seed: int) -> Params:
 
     def leaf(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if path[-1].key == "d2t":
-            return jnp.asarray(np.sort(rng.choice(VOCAB, shape.shape, replace=False)) - np.arange(*shape.shape))
+            return device_array(np.sort(rng.choice(VOCAB, shape.shape, replace=False)) - np.arange(*shape.shape), int)
         values = rng.standard_normal(shape.shape) * 0.3 + (1 if "norm" in path[-1].key else 0)
-        return jnp.asarray(values, shape.dtype)
+        return device_array(values, shape.dtype)
 
     return jax.tree.map_with_path(leaf, shapes)
 
@@ -81,6 +83,7 @@ def expected_eagle(spec: HeadSpec, w: Params, embeddings: np.ndarray, states: np
     return hidden, rms(hidden, w["final_norm"]) @ w["lm_head"].T
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def run(
     spec: HeadSpec, params: Params, target_spec: DecoderSpec, target: Params, ids: jax.Array, states: tuple
 ) -> tuple:
@@ -104,12 +107,13 @@ def test_eagle3_against_formulas(options: dict) -> None:
     params = random_tree(draft_head.head_param_shapes(spec, jnp.float32), 0)
     rng = np.random.default_rng(1)
     ids, states = rng.integers(VOCAB, size=LENGTH), rng.standard_normal((3, LENGTH, TARGET))
-    hidden, logits = run(spec, params, TARGET_SPEC, {}, jnp.asarray(ids), tuple(jnp.asarray(states, jnp.float32)))
+    on_device = device_array(ids, int), tuple(device_array(state, jnp.float32) for state in states)
+    hidden, logits = run(spec, params, TARGET_SPEC, {}, *on_device)
     w = in_float64(params)
     want_hidden, want_logits = expected_eagle(spec, w, w["embed"][ids], states)
     np.testing.assert_allclose(hidden, want_hidden, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(logits, want_logits, rtol=1e-4, atol=1e-4)
-    state = draft_head.next_state(spec, params, hidden)
+    state = jax.jit(draft_head.next_state, static_argnums=0)(spec, params, hidden)
     want = rms(want_hidden, w["final_norm"]) if spec.norm_output else want_hidden
     np.testing.assert_allclose(state, want, rtol=1e-4, atol=1e-4)
 
@@ -123,7 +127,8 @@ def test_mtp_against_formulas(own: bool) -> None:
     target = random_tree(param_shapes(target_spec, jnp.float32), 1)
     rng = np.random.default_rng(2)
     ids, states = rng.integers(VOCAB, size=LENGTH), rng.standard_normal((LENGTH, HIDDEN))
-    hidden, logits = run(spec, params, target_spec, target, jnp.asarray(ids), (jnp.asarray(states, jnp.float32),))
+    on_device = device_array(ids, int), (device_array(states, jnp.float32),)
+    hidden, logits = run(spec, params, target_spec, target, *on_device)
     w, t = in_float64(params), in_float64(target)
     embeddings = w["embed"][ids] if own else 3.0 * t["embed"][ids]
     state = rms(rms(states, t["final_norm"]), w["hidden_norm"])
@@ -143,16 +148,18 @@ def test_an_mtp_layer_with_latent_attention_and_experts_is_a_layer_of_the_target
     )  # fmt: skip
     spec = dataclasses.replace(MTP, layer=layer, own_head=True)
     params = random_tree(draft_head.head_param_shapes(spec, jnp.float32), 0)
-    params["fc"] = jnp.concatenate([jnp.zeros((HIDDEN, HIDDEN)), jnp.eye(HIDDEN)], 1)
-    params["hidden_norm"] = jnp.ones(HIDDEN)
-    states = jnp.asarray(np.random.default_rng(1).standard_normal((LENGTH, HIDDEN)), jnp.float32)
-    states /= jnp.sqrt((states**2).mean(-1, keepdims=True))
-    ids = jnp.zeros(LENGTH, jnp.int32)
-    got, _ = run(spec, params, layer, {"embed": jnp.ones((VOCAB, HIDDEN))}, ids, (states,))
-    want, *_ = decoder.decode(
-        layer, params, ids, jnp.arange(LENGTH), [None], jnp.zeros((1, LENGTH), jnp.int32), decoder.dense_causal_attend,
-        hidden=states,
-    )  # fmt: skip
+    params["fc"] = device_array(np.concatenate([np.zeros((HIDDEN, HIDDEN)), np.eye(HIDDEN)], 1), jnp.float32)
+    params["hidden_norm"] = device_array(np.ones(HIDDEN), jnp.float32)
+    states = np.random.default_rng(1).standard_normal((LENGTH, HIDDEN))
+    states = device_array(states / np.sqrt((states**2).mean(-1, keepdims=True)), jnp.float32)
+    ids = device_array(np.zeros(LENGTH), jnp.int32)
+    got, _ = run(spec, params, layer, {"embed": device_array(np.ones((VOCAB, HIDDEN)), jnp.float32)}, ids, (states,))
+    want, *_ = jax.jit(
+        lambda params, ids, states: decoder.decode(
+            layer, params, ids, jnp.arange(LENGTH), [None], jnp.zeros((1, LENGTH), jnp.int32),
+            decoder.dense_causal_attend, hidden=states,
+        )
+    )(params, ids, states)  # fmt: skip
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -171,8 +178,15 @@ def test_captured_states_are_the_inputs_of_layers() -> None:
     ids, positions = jnp.arange(LENGTH), jnp.arange(LENGTH)
 
     def decode(params: Params, **options: object) -> tuple:
-        pages, shape = [None] * len(params["layers"]), jnp.zeros((1, LENGTH), jnp.int32)
-        return decoder.decode(spec, params, ids, positions, pages, shape, decoder.dense_causal_attend, **options)
+        pages, hidden = [None] * len(params["layers"]), options.pop("hidden", None)
+
+        def call(params: Params, hidden: jax.Array | None) -> tuple:
+            shape = jnp.zeros((1, LENGTH), jnp.int32)
+            return decoder.decode(
+                spec, params, ids, positions, pages, shape, decoder.dense_causal_attend, hidden=hidden, **options
+            )
+
+        return jax.jit(call)(params, hidden)
 
     def first(count: int) -> Params:
         return params | {"layers": params["layers"][:count]}

@@ -1,5 +1,6 @@
 """The demo model's draft model and EAGLE-3 head: their folders, and weights that match the records."""
 
+import functools
 import json
 import pathlib
 
@@ -41,18 +42,20 @@ def check(folder: pathlib.Path) -> dict:
     return json.loads((folder / "training.json").read_text("utf-8"))["check_text"]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def hidden_states(spec: DecoderSpec, params: Params, ids: np.ndarray, capture: tuple[int, ...]) -> tuple:
     """The layers' inputs in `capture`, and the output of the last layer."""
     shape = jnp.zeros((1, len(ids)), jnp.int32)
     last, _, _, *captured = decoder.decode(
-        spec, params, jnp.asarray(ids), jnp.arange(len(ids)), [None] * spec.num_layers, shape,
+        spec, params, ids, jnp.arange(len(ids)), [None] * spec.num_layers, shape,
         decoder.dense_causal_attend, capture=capture,
     )  # fmt: skip
     return *captured, last
 
 
-def likeliest(spec: DecoderSpec, params: Params, hidden: jax.Array) -> np.ndarray:
-    return np.asarray(decoder.lm_head(spec, params, hidden).argmax(-1))
+@functools.partial(jax.jit, static_argnums=0)
+def likeliest(spec: DecoderSpec, params: Params, hidden: jax.Array) -> jax.Array:
+    return decoder.lm_head(spec, params, hidden).argmax(-1)
 
 
 def test_the_draft_model_agrees_with_the_demo_model_as_recorded(target: tuple) -> None:
@@ -63,7 +66,7 @@ def test_the_draft_model_agrees_with_the_demo_model_as_recorded(target: tuple) -
     assert draft.spec.vocab_size == spec.vocab_size
     assert draft.spec.max_position == spec.max_position
     models = ((draft.spec, draft.params), (spec, params))
-    ours, theirs = (likeliest(*model, hidden_states(*model, ids, ())[0]) for model in models)
+    ours, theirs = (np.asarray(likeliest(*model, hidden_states(*model, ids, ())[0])) for model in models)
     assert abs((ours == theirs)[1:].mean() - record["agreement"][0]) < 0.01
     assert record["agreement"][0] > 0.4
 
@@ -81,12 +84,12 @@ def head_of(folder: pathlib.Path) -> tuple[HeadSpec, Params]:
     )  # fmt: skip
     tensors = load_file(folder / "model.safetensors")
     assert all(a.dtype == ml_dtypes.bfloat16 for name, a in tensors.items() if name not in ("d2t", "t2d"))
-    t = {name: jnp.asarray(a, jnp.int32 if a.dtype == np.int64 else jnp.float32) for name, a in tensors.items()}
+    t = {name: a.astype(np.int32 if a.dtype == np.int64 else np.float32) for name, a in tensors.items()}
     kv, width = layer.num_kv_heads, 2 * layer.hidden_size
     parts = [t[f"midlayer.self_attn.{name}_proj.weight"].reshape(kv, -1, layer.head_dim, width) for name in "qkv"]
     matrices = {
-        "qkv": jnp.concatenate(parts, axis=1), "o": t["midlayer.self_attn.o_proj.weight"],
-        "gate_up": jnp.stack([t["midlayer.mlp.gate_proj.weight"], t["midlayer.mlp.up_proj.weight"]]),
+        "qkv": np.concatenate(parts, axis=1), "o": t["midlayer.self_attn.o_proj.weight"],
+        "gate_up": np.stack([t["midlayer.mlp.gate_proj.weight"], t["midlayer.mlp.up_proj.weight"]]),
         "down": t["midlayer.mlp.down_proj.weight"],
     }  # fmt: skip
     params = {
@@ -97,7 +100,22 @@ def head_of(folder: pathlib.Path) -> tuple[HeadSpec, Params]:
     }  # fmt: skip
     shapes = draft_head.head_param_shapes(spec, jnp.float32)
     assert jax.tree.map(lambda a: a.shape, params) == jax.tree.map(lambda a: a.shape, shapes)
-    return spec, params
+    return spec, jax.device_put(params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def drafts_of_head(
+    head: HeadSpec, weights: Params, spec: DecoderSpec, params: Params, ids: jax.Array, states: tuple
+) -> jax.Array:
+    """The draft after each token but the first."""
+    state = draft_head.target_state(head, weights, spec, params, states)[:-1]
+    embedded = draft_head.embed_for_head(head, weights, spec, params, ids[1:])
+    x, shape = draft_head.head_input(head, weights, embedded, state), jnp.zeros((1, len(ids) - 1), jnp.int32)
+    hidden, _ = draft_head.head_layer(
+        head, weights, x, jnp.arange(len(ids) - 1), None, shape, decoder.dense_causal_attend
+    )
+    best = draft_head.head_logits(head, weights, hidden, params).argmax(-1)
+    return draft_head.to_target_ids(weights, best)
 
 
 def test_the_head_agrees_with_the_demo_model_as_recorded(target: tuple) -> None:
@@ -106,13 +124,6 @@ def test_the_head_agrees_with_the_demo_model_as_recorded(target: tuple) -> None:
     ids = ids[: record["tokens"]]
     head, weights = head_of(EAGLE3)
     *states, last = hidden_states(spec, params, ids, head.capture)
-    state = draft_head.target_state(head, weights, spec, params, tuple(states))[:-1]
-    embedded = draft_head.embed_for_head(head, weights, spec, params, jnp.asarray(ids[1:]))
-    x, shape = draft_head.head_input(head, weights, embedded, state), jnp.zeros((1, len(ids) - 1), jnp.int32)
-    hidden, _ = draft_head.head_layer(
-        head, weights, x, jnp.arange(len(ids) - 1), None, shape, decoder.dense_causal_attend
-    )
-    best = draft_head.head_logits(head, weights, hidden, params).argmax(-1)
-    drafts = np.asarray(draft_head.to_target_ids(weights, best))
-    assert abs((drafts == likeliest(spec, params, last)[1:]).mean() - record["agreement"][0]) < 0.01
+    drafts = np.asarray(drafts_of_head(head, weights, spec, params, ids, tuple(states)))
+    assert abs((drafts == np.asarray(likeliest(spec, params, last))[1:]).mean() - record["agreement"][0]) < 0.01
     assert record["agreement"][0] > 0.4

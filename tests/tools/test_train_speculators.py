@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from jpaged.models import decoder, draft_head
 from jpaged.models.draft_head import HeadKind, HeadSpec
 from jpaged.models.spec import DecoderSpec, Params, Rope, param_shapes
+from tests.support.device_arrays import device_array
 from tests.support.random_decoder import random_params
 from tests.support.tool_scripts import ROOT, load_tool
 
@@ -42,8 +43,8 @@ def head_params(spec: HeadSpec) -> Params:
 
     def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
         if shape.dtype == np.int32:
-            return jnp.arange(*shape.shape, dtype=jnp.int32)
-        return jnp.asarray(rng.standard_normal(shape.shape) * 0.4, shape.dtype)
+            return device_array(np.arange(*shape.shape), np.int32)
+        return device_array(rng.standard_normal(shape.shape) * 0.4, shape.dtype)
 
     return jax.tree.map(leaf, draft_head.head_param_shapes(spec, jnp.float32))
 
@@ -55,34 +56,44 @@ def test_a_pass_over_all_rows_is_what_a_served_head_computes(tools: types.Simple
     params = head_params(spec)
     target = types.SimpleNamespace(spec=LAYER, params=random_params(LAYER))
     rng = np.random.default_rng(1)
-    ids = jnp.asarray(rng.integers(VOCAB, size=(2, LENGTH)))
-    states = tuple(jnp.asarray(rng.standard_normal((2, LENGTH, 16)), jnp.float32) for _ in spec.aux_layers or (0,))
-    found = tools.speculator_passes.head_passes(spec, params, target, ids, states, 3)
-    served = draft_head.target_state(spec, params, LAYER, target.params, tuple(state[1] for state in states))
+    ids = rng.integers(VOCAB, size=(2, LENGTH)).astype(np.int32)
+    states = tuple(rng.standard_normal((2, LENGTH, 16)).astype(np.float32) for _ in spec.aux_layers or (0,))
     p = 4
-    rows = list(served[: p + 1])
-    for j in range(3):
-        tokens = ids[1, 1 : p + 2 + j]
-        x = draft_head.head_input(
-            spec, params, draft_head.embed_for_head(spec, params, LAYER, target.params, tokens), jnp.stack(rows)
-        )
-        positions, shape = jnp.arange(len(rows)), jnp.zeros((1, len(rows)), jnp.int32)
-        hidden, _ = draft_head.head_layer(spec, params, x, positions, None, shape, decoder.dense_causal_attend)
-        np.testing.assert_allclose(found[j].reshape(2, LENGTH, -1)[1, p], hidden[-1], rtol=1e-4, atol=1e-4)
-        rows.append(draft_head.next_state(spec, params, hidden)[-1])
+
+    @jax.jit
+    def served(params: Params, of_target: Params, ids: jax.Array, states: tuple) -> list[jax.Array]:
+        outputs, rows = [], list(draft_head.target_state(spec, params, LAYER, of_target, states)[: p + 1])
+        for j in range(3):
+            embedded = draft_head.embed_for_head(spec, params, LAYER, of_target, ids[1 : p + 2 + j])
+            x = draft_head.head_input(spec, params, embedded, jnp.stack(rows))
+            positions, shape = jnp.arange(len(rows)), jnp.zeros((1, len(rows)), jnp.int32)
+            hidden, _ = draft_head.head_layer(spec, params, x, positions, None, shape, decoder.dense_causal_attend)
+            outputs.append(hidden[-1])
+            rows.append(draft_head.next_state(spec, params, hidden)[-1])
+        return outputs
+
+    @jax.jit
+    def passes(params: Params, of_target: Params, ids: jax.Array, states: tuple) -> list[jax.Array]:
+        model = types.SimpleNamespace(spec=LAYER, params=of_target)
+        return tools.speculator_passes.head_passes(spec, params, model, ids, states, 3)
+
+    found = passes(params, target.params, ids, states)
+    expected = served(params, target.params, ids[1], tuple(state[1] for state in states))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(ours).reshape(2, LENGTH, -1)[1, p], theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_distillation_is_cross_entropy_with_its_gradient(tools: types.SimpleNamespace) -> None:
     tool, rows = tools.train_speculators, 2 * tools.train_demo.LOGITS_CHUNK
     rng = np.random.default_rng(0)
-    x, matrix = (jnp.asarray(rng.standard_normal((n, 6)), jnp.float32) for n in (rows, VOCAB))
-    wanted = jnp.asarray(rng.dirichlet(np.ones(VOCAB), rows) * rng.integers(0, 2, (rows, 1)), jnp.float32)
+    x, matrix = (device_array(rng.standard_normal((n, 6)), jnp.float32) for n in (rows, VOCAB))
+    wanted = device_array(rng.dirichlet(np.ones(VOCAB), rows) * rng.integers(0, 2, (rows, 1)), jnp.float32)
 
     def plain(x: jax.Array, matrix: jax.Array) -> jax.Array:
         return -(wanted * jax.nn.log_softmax(x @ matrix.T)).sum()
 
-    ours = jax.value_and_grad(lambda x, m: 2 * tool.distil(x, m, wanted), (0, 1))(x, matrix)
-    theirs = jax.value_and_grad(lambda x, m: 2 * plain(x, m), (0, 1))(x, matrix)
+    ours = jax.jit(jax.value_and_grad(lambda x, m: 2 * tool.distil(x, m, wanted), (0, 1)))(x, matrix)
+    theirs = jax.jit(jax.value_and_grad(lambda x, m: 2 * plain(x, m), (0, 1)))(x, matrix)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), ours, theirs)
 
 
