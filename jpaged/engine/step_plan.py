@@ -231,6 +231,10 @@ class StepPlan:
         """Tokens that the step computes."""
         return self.num_decodes if self.decodes_only and self.drafts is None else int(self.num_tokens.sum())
 
+    def first_token(self, index: int) -> int:
+        """Index of the first token of row `index` among the step's tokens."""
+        return int(self.num_tokens[:index].sum())
+
     @property
     def num_samples(self) -> int:
         """Rows that sample, or are pooled."""

@@ -40,10 +40,10 @@ class StepDrafter:
         self._placement, self._columns = build.placement, build.options.columns
         self._max_len = model.max_len or model.layer_spec.max_position
         self._drafter: DraftModel | DraftHead
-        if model.capture is None:
-            self._drafter = DraftModel(build, params, programs)
-        else:
+        if model.is_head:
             self._drafter = DraftHead(build, params, target, programs)
+        else:
+            self._drafter = DraftModel(build, params, programs)
         self._params: Params | None = params
         self._host_weights: HostWeights | None = None
         self._no_drafts: dict[ForwardShape, jax.Array] = {}

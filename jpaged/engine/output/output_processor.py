@@ -108,7 +108,7 @@ class OutputProcessor:
             if extras is not None:
                 schedule.mask_pending = request.num_output_tokens < extras.min_tokens
             return [RowMask(schedule.row, request.mask())]
-        first, count = int(plan.num_tokens[:index].sum()), int(plan.num_tokens[index])
+        first, count = plan.first_token(index), int(plan.num_tokens[index])
         if plan.drafts.first[index] == FROM_DEVICE:
             drafts = [draft for draft in proposed()[index, : count - 1].tolist() if draft >= 0] if count > 1 else []
         else:

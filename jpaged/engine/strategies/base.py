@@ -45,7 +45,7 @@ class CollectedStep:
         """Indices in `result` of the samples of row `index`: one, or after a verify step one more than accepted."""
         if self.result.num_accepted is None:
             return range(index, index + 1)
-        first = int(self.step.plan.num_tokens[:index].sum())
+        first = self.step.plan.first_token(index)
         return range(first, first + int(self.result.num_accepted[index]) + 1)
 
 

@@ -93,7 +93,7 @@ class Blueprint:
     def draw(cls, model: ServedModel, config: EngineConfig, placement: Placement) -> "Blueprint":
         """Fill in options without a value. Raises ModelLoadError for an option that does not fit model or device."""
         kv_format = KVFormat.choose(
-            model.spec, config.kv_cache_dtype, _dtype(model), placement.device, model.kv_scales
+            model.spec, config.kv_cache_dtype, _dtype(model.params), placement.device, model.kv_scales
         )
         _check_activations(config.quantized_activations, model.params, placement.device)
         if placement.platform == "cpu":
@@ -105,7 +105,7 @@ class Blueprint:
             limits = dataclasses.replace(limits, kv_groups=limits.kv_groups.of_layers(model.stage.layers))
             kv_format = kv_format.of_layers(model.stage.layers)
         here = local_spec(model.spec, placement.shards)
-        call = _attention_call(here, _dtype(model), limits, kv_format)
+        call = _attention_call(here, _dtype(model.params), limits, kv_format)
         implementation = _implementation(config, call, placement)
         params = local_shapes(model.params)
         gated_dot = named_implementation(config, here, params, model.layout, placement.device)
@@ -123,7 +123,7 @@ class Blueprint:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the weights and the hidden states."""
-        return _dtype(self.model)
+        return _dtype(self.model.params)
 
     @property
     def num_logprobs(self) -> int:
@@ -169,8 +169,7 @@ class Blueprint:
         )  # fmt: skip
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
         if self.model.drafter is not None:
-            is_head = self.model.drafter.capture is not None
-            shapes += draft_head_shapes(forwards) if is_head else draft_model_shapes(forwards)
+            shapes += draft_head_shapes(forwards) if self.model.drafter.is_head else draft_model_shapes(forwards)
         return [shape for shape in shapes if self.model.stage.is_last or isinstance(shape, ForwardShape)]
 
     @property
@@ -216,8 +215,8 @@ class Blueprint:
         drafter, limits = self.model.drafter, self.limits
         if drafter is None:
             return memory.NO_DRAFTER
-        spec, dtype = drafter.layer_spec, _dtype(dataclasses.replace(self.model, params=drafter.params))
-        fixed = draft_table_bytes(spec, limits.max_num_seqs, dtype, is_head=drafter.capture is not None)
+        spec, dtype = drafter.layer_spec, _dtype(drafter.params)
+        fixed = draft_table_bytes(spec, limits.max_num_seqs, dtype, is_head=drafter.is_head)
         block = draft_block_bytes(spec, limits.block_size, KVFormat(dtype))
         return memory.DrafterBytes(memory.tree_bytes(drafter.params), block, fixed)
 
@@ -427,7 +426,7 @@ class FittedBuild:
         drafter, placement = model.drafter, blueprint.placement
         if drafter is None:
             raise EngineError("the engine has no drafter on the device")
-        layers, dtype = drafter.layer_spec, _dtype(dataclasses.replace(model, params=drafter.params))
+        layers, dtype = drafter.layer_spec, _dtype(drafter.params)
         call = _attention_call(layers, dtype, limits, KVFormat(dtype))
         common: dict[str, Any] = {
             "columns": TableColumns.of(limits.kv_groups, limits.width), "layout": drafter.layout,
@@ -439,8 +438,7 @@ class FittedBuild:
             )
         else:
             options = DraftModelOptions(drafter.spec, target_vocab=model.spec.vocab_size, **common)
-        is_head = drafter.capture is not None
-        sizes = DraftSizes(self.memory_plan.num_blocks, limits.block_size, limits.max_num_seqs, is_head)
+        sizes = DraftSizes(self.memory_plan.num_blocks, limits.block_size, limits.max_num_seqs, drafter.is_head)
         return DraftBuild(
             options, drafter.params, model.params, self.state_shapes(), sizes, dtype, placement, store=self.store
         )
@@ -460,8 +458,7 @@ class FittedBuild:
         return compile_program(call, (state, row), donate=(0,), out_shardings=formats(state), store=self.store)
 
 
-def _dtype(model: ServedModel) -> np.dtype:
-    params = model.params
+def _dtype(params: Params) -> np.dtype:
     return (params["embed"] if "embed" in params else params["layers"][0]["o"]).dtype  # not every stage embeds
 
 

@@ -38,7 +38,7 @@ from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
-from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots
+from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots, with_updates
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import Field
 from jpaged.runtime.step.batch import KVGroupRows
@@ -195,9 +195,7 @@ def propose_head(
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     rows = jnp.where(part["rows"] < 0, len(table), part["rows"])
     fields = jnp.take(table, rows, axis=0, mode="clip")
-    updates = part["updates"].reshape(-1, 3)
-    changed = jnp.where(updates[:, 0] < 0, len(table), updates[:, 0])
-    blocks = blocks.at[changed, updates[:, 1]].set(updates[:, 2], mode="drop")
+    blocks = with_updates(blocks, part["updates"])
     progress, length = jnp.take(state[3], rows, axis=0, mode="clip"), fields[:, Field.LENGTH]
     is_ready = (progress[:, 0] == length) & (length > progress[:, 1] * shape.block_size)
     num_drafts = jnp.where(is_ready, part["num_drafts"], 0)

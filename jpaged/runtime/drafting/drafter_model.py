@@ -21,6 +21,11 @@ class DrafterModel:
         return self.spec.layer if isinstance(self.spec, HeadSpec) else self.spec
 
     @property
+    def is_head(self) -> bool:
+        """True for a draft head, which follows the target's steps; False for a draft model."""
+        return isinstance(self.spec, HeadSpec)
+
+    @property
     def capture(self) -> tuple[int, ...] | None:
         """Hidden states of the target that the drafter reads, as `capture` of `step.forward`. None: it reads none."""
         return self.spec.capture if isinstance(self.spec, HeadSpec) else None

@@ -13,6 +13,15 @@ def block_tables(
     return jnp.take(blocks[:, columns.first : columns.first + columns.width], rows, axis=0, mode="clip")
 
 
+def with_updates(
+    blocks: Int[Array, "table_rows columns"], packed: Int[Array, " packed"]
+) -> Int[Array, "table_rows columns"]:
+    """The block tables with a plan's changes. packed: (row, column, block) of each change; a row below 0 is padding."""
+    updates = packed.reshape(-1, 3)
+    changed = jnp.where(updates[:, 0] < 0, len(blocks), updates[:, 0])
+    return blocks.at[changed, updates[:, 1]].set(updates[:, 2], mode="drop")
+
+
 def exclusive_sum(counts: Int[Array, " rows"]) -> Int[Array, " rows_plus_1"]:
     """Index of each row's first token, then the number of all tokens."""
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])

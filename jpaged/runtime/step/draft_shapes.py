@@ -45,22 +45,30 @@ class AbsorbShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProposeShape:
-    """Key of a `propose` program, and the layout of its packed input."""
+class _Proposal:
+    """The sizes of a program that proposes."""
 
     drafts: int  # k, the most drafts of a row
     rows: int
     block_size: int
 
     @property
-    def tokens(self) -> int:
-        """Tokens of pass 0. Two of each row: a steady row has LAST_TOKEN, and sometimes its tail."""
-        return 2 * self.rows
-
-    @property
     def max_updates(self) -> int:
         """Maximum changes of block tables: blocks that the drafts fill, and one started block per row."""
         return self.rows * (1 + self.drafts) // self.block_size + self.rows + SPARE_UPDATES
+
+    def __str__(self) -> str:
+        return f"propose {self.drafts} drafts {self.rows} rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProposeShape(_Proposal):
+    """Key of a `propose` program, and the layout of its packed input."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of pass 0. Two of each row: a steady row has LAST_TOKEN, and sometimes its tail."""
+        return 2 * self.rows
 
     @functools.cached_property
     def cuts(self) -> dict[str, slice]:
@@ -72,9 +80,6 @@ class ProposeShape:
     def packed_size(self) -> int:
         """Number of int32s in the packed input."""
         return 4 * self.rows + 3 * self.max_updates + self.tokens
-
-    def __str__(self) -> str:
-        return f"propose {self.drafts} drafts {self.rows} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,17 +106,8 @@ class HeadAbsorbShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadProposeShape:
+class HeadProposeShape(_Proposal):
     """Key of a `propose_head` program, and the layout of its packed input."""
-
-    drafts: int  # k, the most drafts of a row
-    rows: int
-    block_size: int
-
-    @property
-    def max_updates(self) -> int:
-        """Maximum changes of block tables: blocks that the drafts fill, and one started block per row."""
-        return self.rows * (1 + self.drafts) // self.block_size + self.rows + SPARE_UPDATES
 
     @functools.cached_property
     def cuts(self) -> dict[str, slice]:
@@ -122,9 +118,6 @@ class HeadProposeShape:
     def packed_size(self) -> int:
         """Number of int32s in the packed input."""
         return 2 * self.rows + 3 * self.max_updates
-
-    def __str__(self) -> str:
-        return f"propose {self.drafts} drafts {self.rows} rows"
 
 
 DraftShape = AbsorbShape | ProposeShape | HeadAbsorbShape | HeadProposeShape
