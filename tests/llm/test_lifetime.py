@@ -104,6 +104,22 @@ class Owner:
     pass
 
 
+def test_engines_end_before_finalizers_run():
+    """JAX has a finalizer for each constant that a thread traces. The trace fails with a KeyError once it has run."""
+    script = """
+import weakref
+from jpaged.lifetime import call_at_exit
+class Engine:
+    def close(self):
+        print("closed")
+engine = Engine()
+forget = call_at_exit(engine.close)
+weakref.finalize(engine, print, "finalized")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["closed", "finalized"]
+
+
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_close_is_called_when_the_owner_is_collected(in_a_cycle: bool):
     owner, closed = Owner(), []
