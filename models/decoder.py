@@ -168,10 +168,17 @@ def layer_vectors(params: Params, layer: int) -> Params:
 
 
 def embed_tokens(
-    spec: DecoderSpec, params: Params, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"]
+    spec: DecoderSpec,
+    params: Params,
+    token_ids: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    *,
+    layout: WeightLayout = WeightLayout(),
+    num_tokens: Int[Array, ""] | None = None,
+    in_loop: bool = False,
 ) -> Float[Array, "tokens hidden"]:
-    """Input of the first layer, as `decode` computes it."""
-    return _embed(LayerContext(spec, WeightLayout(), params), token_ids, positions)
+    """Input of the first layer, as `decode` computes it. in_loop: of `linear.take_rows`."""
+    return _embed(LayerContext(spec, layout, params, num_rows=num_tokens), token_ids, positions, in_loop=in_loop)
 
 
 def decode_layer(
@@ -270,10 +277,10 @@ LAYER_VECTORS = (
 
 
 def _embed(
-    context: LayerContext, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"]
+    context: LayerContext, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"], *, in_loop: bool = False
 ) -> Float[Array, "tokens hidden"]:
     spec, params = context.spec, context.params
-    x = take_rows("embed", token_ids, context)
+    x = take_rows("embed", token_ids, context, in_loop=in_loop)
     if spec.embed_scale != 1:
         x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:

@@ -171,12 +171,15 @@ def embed_for_head(
     target_params: Params,
     token_ids: Int[Array, " tokens"],
     *,
+    num_tokens: Int[Array, ""] | None = None,
     shards: Shards = WHOLE,
 ) -> Float[Array, "tokens hidden"]:
     """Embedding of each token for `head_input`: the head's own matrix, or the target's with its scale."""
+    of, leaves = (spec.layer, params) if spec.own_embed else (target_spec, target_params)
+    context = LayerContext(of, WeightLayout(), leaves, num_rows=num_tokens, shards=shards)
+    x = take_rows("embed", token_ids, context, in_loop=num_tokens is not None)
     if spec.own_embed:
-        return take_rows("embed", token_ids, LayerContext(spec.layer, WeightLayout(), params, shards=shards))
-    x = take_rows("embed", token_ids, LayerContext(target_spec, WeightLayout(), target_params, shards=shards))
+        return x
     return x if target_spec.embed_scale == 1 else x * jnp.asarray(target_spec.embed_scale, x.dtype)
 
 

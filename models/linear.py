@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.models.quantization import JoinedWeight
 from jpaged.models.sharding import TENSOR, WHOLE, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from pallas_kernels import QuantizedWeight, dot, grouped_dot, quantized_dot, quantized_grouped_dot
+from pallas_kernels import QuantizedWeight, dot, gather_rows, grouped_dot, quantized_dot, quantized_grouped_dot
 from pallas_kernels.dot.cpu import refuse as refuse_cpu_dot
 from pallas_kernels.platforms import takes_native
 
@@ -113,10 +113,15 @@ def products(name: str, x: Float[Array, "rows in"], context: LayerContext) -> li
 
 
 def take_rows(
-    name: str, indices: Int[Array, " tokens"], context: LayerContext
+    name: str, indices: Int[Array, " tokens"], context: LayerContext, *, in_loop: bool = False
 ) -> Float[Array, "tokens width"]:
-    """Rows of the matrix `name` at these indices: an embedding. Indices out of range are clipped."""
+    """Rows of the matrix `name` at these indices: an embedding. Indices out of range are clipped.
+
+    in_loop: the program takes rows in a loop. Then use `gather_rows` for the first `context.num_rows` indices.
+    """
     weight, shards = context.params[name], context.shards
+    if in_loop and shards.count == 1 and not isinstance(weight, QuantizedWeight):
+        return gather_rows(weight, indices, len(indices) if context.num_rows is None else context.num_rows)
     if shards.count > 1:
         indices -= shards.first(weight.shape[0])
     rows = weight.rows(indices) if isinstance(weight, QuantizedWeight) else jnp.take(weight, indices, 0, mode="clip")

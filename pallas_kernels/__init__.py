@@ -9,7 +9,7 @@
 - `grouped_dot` multiplies blocks of rows, each by its own matrix: the matmuls of a mixture of experts.
 - `quantized_grouped_dot` is `grouped_dot` with quantised matrices.
 - `self_check` compares the implementations chosen for a device with the reference.
-- `rms_norm_rows` and `silu_and_mul` compute single rows, with native kernels on CPU.
+- `rms_norm_rows`, `silu_and_mul`, `argmax_rows` and `gather_rows` work on single rows, with native kernels on CPU.
 - `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
 """
 
@@ -21,7 +21,7 @@ from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot
 from pallas_kernels.quantized_grouped_dot import quantized_grouped_dot
-from pallas_kernels.row_ops import rms_norm_rows, silu_and_mul
+from pallas_kernels.row_ops import argmax_rows, gather_rows, rms_norm_rows, silu_and_mul
 from pallas_kernels.self_check import KernelCheckError, self_check
 from pallas_kernels.write_kv import write_kv
 from pallas_kernels.write_qkv import finish_qkv, write_qkv
@@ -33,9 +33,11 @@ __all__ = [
     "QuantizedWeight",
     "activate",
     "apply_rope",
+    "argmax_rows",
     "dot",
     "finish_qkv",
     "gated_dot",
+    "gather_rows",
     "grouped_dot",
     "norm_and_rope",
     "paged_attention",

@@ -1,13 +1,18 @@
-"""RMS norm, and SiLU times a factor, of one row of numbers, as LLVM IR. Rows are whole vectors."""
+"""RMS norm, SiLU times a factor, and argmax of one row, as LLVM IR. Rows are whole vectors, except for argmax."""
 
 from typing import Any
 
+from llvmlite import ir
+
+from pallas_kernels.native.memory import I32, pointer
 from pallas_kernels.native.vectors import (
     FLOAT32,
     FLOATS,
     I16S,
     INT,
+    INTS,
     LANES,
+    VECTOR,
     Code,
     from_bfloat16,
     to_bfloat16,
@@ -76,3 +81,33 @@ def _silu_and_mul(kind: str) -> Any:
 
 rms_norm_float32, rms_norm_bfloat16 = _rms_norm("float32"), _rms_norm("bfloat16")
 silu_and_mul_float32, silu_and_mul_bfloat16 = _silu_and_mul("float32"), _silu_and_mul("bfloat16")
+
+
+@vector_function(INT, INT, INT)
+def argmax_float32(code: Code, to: Any, row: Any, count: Any) -> None:
+    """Store the lowest index of the largest of row[count], as an int32. NaN is ignored; 0 if all are NaN or -inf.
+
+    Each lane keeps the first of its largest numbers. count: below 2**31.
+    """
+    b, lanes = code.builder, code.number(LANES)
+    best, place = code.variables([code.floats(float("-inf")), code.ints(range(LANES))])
+
+    def compare(value: Any, first: Any) -> None:
+        is_larger = b.fcmp_ordered(">", value, b.load(best))
+        index = b.add(code.splat(b.trunc(first, I32)), code.ints(range(LANES)))
+        b.store(b.select(is_larger, index, b.load(place)), place)
+        b.store(b.select(is_larger, value, b.load(best)), best)
+
+    with code.each(b.udiv(count, lanes)) as i:
+        compare(code.load(code.at(row, (i, VECTOR))), b.mul(i, lanes))
+    rest = b.urem(count, lanes)
+    with b.if_then(b.icmp_unsigned("!=", rest, code.number(0))):
+        done = b.sub(count, rest)
+        inside = b.icmp_signed("<", code.ints(range(LANES)), code.splat(b.trunc(rest, I32)))
+        least = code.floats(float("-inf"))
+        arguments = [pointer(b, code.at(row, (done, 4)), FLOATS), ir.Constant(I32, 4), inside, least]
+        compare(code.call(f"llvm.masked.load.v{LANES}f32.p0", FLOATS, arguments), done)
+    value = b.load(best)
+    is_best = b.fcmp_ordered("==", value, code.splat(code.largest(value)))
+    indices = b.select(is_best, b.load(place), code.ints(2**31 - 1))
+    code.store(code.call(f"llvm.vector.reduce.smin.v{LANES}i32", I32, [indices]), to)

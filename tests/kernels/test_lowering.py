@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import dot, grouped_dot, quantize, quantized_dot
 from pallas_kernels.native import library
-from pallas_kernels.row_ops import rms_norm_rows, silu_and_mul
+from pallas_kernels.row_ops import argmax_rows, gather_rows, rms_norm_rows, silu_and_mul
 from tests.kernels import lowered
 from tests.kernels.lowering import DEVICES, lower_for
 
@@ -31,6 +31,7 @@ def test_a_program_for_an_accelerator_asks_no_native_kernel(platform, monkeypatc
     lower_for(platform, lambda x, w: dot(x, w, 8), (rows, matrix))
     lower_for(platform, lambda x: quantized_dot(x, weight, 8), (rows,))
     lower_for(platform, lambda x: silu_and_mul(rms_norm_rows(x, jnp.ones(64), 1e-6, 8), 8), (rows,))
+    lower_for(platform, lambda x: gather_rows(x, argmax_rows(x.astype(jnp.float32), 8), 8), (rows,))
     lower_for(platform, lambda x: grouped_dot(x[None], x[None], jnp.zeros(1, jnp.int32), jnp.int32(1)), (rows,))
 
 

@@ -45,7 +45,7 @@ from jpaged.runtime.step.batch import KVGroupRows
 from jpaged.runtime.step.draft_shapes import HeadAbsorbShape, HeadProposeShape
 from jpaged.runtime.step.forward import PagedAttend, flat_weights
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
-from pallas_kernels import KVPages
+from pallas_kernels import KVPages, gather_rows
 
 
 class StepTokens(NamedTuple):
@@ -155,7 +155,7 @@ def absorb_step(
     following = jnp.take(step.token_ids, source + 1, mode="clip")
     token_ids = jnp.where(real, jnp.where(index == count[row] - 1, after[row], following), 0)
     states = target_state(
-        options.spec, params, options.target_spec, target, tuple(jnp.take(each, source, axis=0) for each in hidden),
+        options.spec, params, options.target_spec, target, tuple(gather_rows(each, source, starts[-1]) for each in hidden),
         layout=options.layout, num_tokens=starts[-1],
     )  # fmt: skip
     work = _HeadWork(params, target, block_tables(blocks, step.rows, options.columns), progress[:, 1], shape, options)
@@ -163,7 +163,7 @@ def absorb_step(
         as_pages(state[0], page_v_dim), token_ids, states, jnp.where(real, first[row] + index, 0), row, real, starts,
         jnp.where(count > 0, length, 0), fields[row, Field.ROPE_LEN], shape.max_query_len,
     )  # fmt: skip
-    last = jnp.take(out, jnp.maximum(starts[1:] - 1, 0), axis=0, mode="clip").astype(state[2].dtype)
+    last = gather_rows(out, starts[1:] - 1, len(count)).astype(state[2].dtype)
     absorbed = jnp.where(count > 0, step.rows, len(table))
     followed = jnp.where(is_row & ((given > 0) | (part["starts"] > 0)), step.rows, len(table))
     return (
@@ -219,7 +219,7 @@ def propose_head(
         draft = work.drafts(out, num_rows)
         return page_arrays_of(pages), out, lax.dynamic_update_slice(drafts, draft[:, None], (0, i))
 
-    out = jnp.take(state[2], rows, axis=0, mode="clip")
+    out = gather_rows(state[2], rows, num_rows)
     drafts = jnp.zeros((shape.rows, shape.drafts), jnp.int32)
     drafts = drafts.at[:, 0].set(work.drafts(out, num_rows))
     page_arrays, _, drafts = lax.fori_loop(1, jnp.max(num_drafts), one_pass, (state[0], out, drafts))
@@ -253,7 +253,7 @@ class _HeadWork:
         tables = jnp.take_along_axis(self.tables, rolled, axis=1)
         seen = jnp.where(lens > 0, lens - self.first_block * size, 0)
         embeddings = embed_for_head(
-            spec, self.params, options.target_spec, self.target, token_ids,
+            spec, self.params, options.target_spec, self.target, token_ids, num_tokens=count,
             shards=WHOLE if spec.own_embed else options.shards,
         )  # fmt: skip
         x = head_input(spec, self.params, embeddings, states, layout=options.layout, num_tokens=count)
@@ -274,7 +274,7 @@ class _HeadWork:
             layout=options.layout if spec.own_head else options.target_layout,
         )  # fmt: skip
         vocab = min(spec.num_logits, options.target_spec.vocab_size)
-        return to_target_ids(self.params, choose_drafts(logits, vocab))
+        return to_target_ids(self.params, choose_drafts(logits, vocab, num_rows))
 
 
 def absorb_step_of_arrays(

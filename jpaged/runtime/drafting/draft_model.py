@@ -34,7 +34,7 @@ from jpaged.runtime.step.batch import KVGroupRows
 from jpaged.runtime.step.draft_shapes import AbsorbShape, ProposeShape
 from jpaged.runtime.step.forward import PagedAttend, flat_weights
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
-from pallas_kernels import KVPages
+from pallas_kernels import KVPages, gather_rows
 
 
 def pack_absorb(
@@ -185,7 +185,7 @@ class _Proposal:
             self.params, pages, KVGroupRows(self.tables, slot, lens, starts), token_ids, positions,
             self.fields[row, Field.ROPE_LEN], shape.tokens, self.options,
         )  # fmt: skip
-        hidden = jnp.take(hidden, jnp.maximum(starts[1:] - 1, 0), axis=0, mode="clip")
+        hidden = gather_rows(hidden, starts[1:] - 1, self._num_rows)
         return pages, self._drafts(hidden)
 
     def next_pass(
@@ -215,7 +215,7 @@ class _Proposal:
         logits = decoder.lm_head(
             options.spec, self.params, hidden, layout=options.layout, num_rows=self._num_rows
         )
-        return choose_drafts(logits, min(options.target_vocab, options.spec.vocab_size))
+        return choose_drafts(logits, min(options.target_vocab, options.spec.vocab_size), self._num_rows)
 
 
 def _decode(
@@ -225,11 +225,15 @@ def _decode(
     """Run the draft model's layers over its pages. Every layer uses the same block tables."""
     spec, count = options.spec, metadata.query_start_loc[-1]
     real = jnp.arange(len(token_ids)) < count
+    token_ids = jnp.where(real, token_ids, 0)
+    hidden = decoder.embed_tokens(
+        spec, params, token_ids, positions, layout=options.layout, num_tokens=count, in_loop=True
+    )
     hidden, pages, *_ = decoder.decode(
-        spec, params, jnp.where(real, token_ids, 0), positions, pages, metadata,
+        spec, params, token_ids, positions, pages, metadata,
         PagedAttend(max_query_len, options.implementation), layout=options.layout,
         rope_lens=jnp.maximum(rope_lens, positions + 1), real=real if spec.experts is not None else None,
-        num_tokens=count, gated_dot=options.gated_dot,
+        num_tokens=count, gated_dot=options.gated_dot, hidden=hidden,
     )  # fmt: skip
     return hidden, pages
 
