@@ -46,6 +46,7 @@ from jpaged.runtime.step.draft_shapes import HeadAbsorbShape, HeadProposeShape
 from jpaged.runtime.step.forward import PagedAttend, flat_weights
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, gather_rows
+from pallas_kernels.set_rows import set_rows
 
 
 class StepTokens(NamedTuple):
@@ -166,8 +167,10 @@ def absorb_step(
     last = gather_rows(out, starts[1:] - 1, len(count)).astype(state[2].dtype)
     absorbed = jnp.where(count > 0, step.rows, len(table))
     followed = jnp.where(is_row & ((given > 0) | (part["starts"] > 0)), step.rows, len(table))
+    # XLA for CPU would convert all rows of a bfloat16 state to float32 and back
+    outputs = set_rows(state[2], absorbed, last, plain=lambda table: table.at[absorbed].set(last, mode="drop"))
     return (
-        page_arrays_of(pages), state[1], state[2].at[absorbed].set(last, mode="drop"),
+        page_arrays_of(pages), state[1], outputs,
         state[3].at[followed].set(progress.at[:, 0].set(length), mode="drop"),
     )  # fmt: skip
 
