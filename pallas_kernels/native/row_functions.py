@@ -10,7 +10,6 @@ from pallas_kernels.native.vectors import (
     FLOATS,
     I16S,
     INT,
-    INTS,
     LANES,
     VECTOR,
     Code,

@@ -38,7 +38,13 @@ from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
-from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots, with_updates
+from jpaged.runtime.drafting.ragged import (
+    block_tables,
+    exclusive_sum,
+    rows_of_tokens,
+    slots,
+    updated_block_tables,
+)
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import Field
 from jpaged.runtime.step.batch import KVGroupRows
@@ -156,7 +162,8 @@ def absorb_step(
     following = jnp.take(step.token_ids, source + 1, mode="clip")
     token_ids = jnp.where(real, jnp.where(index == count[row] - 1, after[row], following), 0)
     states = target_state(
-        options.spec, params, options.target_spec, target, tuple(gather_rows(each, source, starts[-1]) for each in hidden),
+        options.spec, params, options.target_spec, target,
+        tuple(gather_rows(each, source, starts[-1]) for each in hidden),
         layout=options.layout, num_tokens=starts[-1],
     )  # fmt: skip
     work = _HeadWork(params, target, block_tables(blocks, step.rows, options.columns), progress[:, 1], shape, options)
@@ -198,11 +205,10 @@ def propose_head(
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     rows = jnp.where(part["rows"] < 0, len(table), part["rows"])
     fields = jnp.take(table, rows, axis=0, mode="clip")
-    blocks = with_updates(blocks, part["updates"])
     progress, length = jnp.take(state[3], rows, axis=0, mode="clip"), fields[:, Field.LENGTH]
     is_ready = (progress[:, 0] == length) & (length > progress[:, 1] * shape.block_size)
     num_drafts = jnp.where(is_ready, part["num_drafts"], 0)
-    tables = block_tables(blocks, rows, options.columns)
+    tables = updated_block_tables(blocks, rows, options.columns, part["updates"])
     work = _HeadWork(params, target, tables, progress[:, 1], shape, options)
     num_rows = jnp.max(jnp.where(num_drafts > 0, jnp.arange(1, shape.rows + 1), 0))
     row = jnp.arange(shape.rows)

@@ -27,7 +27,13 @@ from jpaged.models import decoder
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.drafting.choose import choose_drafts
 from jpaged.runtime.drafting.draft_state import DraftArrays, DraftState, TableColumns, as_pages, page_arrays_of
-from jpaged.runtime.drafting.ragged import block_tables, exclusive_sum, rows_of_tokens, slots, with_updates
+from jpaged.runtime.drafting.ragged import (
+    block_tables,
+    exclusive_sum,
+    rows_of_tokens,
+    slots,
+    updated_block_tables,
+)
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import Field
 from jpaged.runtime.step.batch import KVGroupRows
@@ -133,8 +139,8 @@ def propose(
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     rows = jnp.where(part["rows"] < 0, len(table), part["rows"])
     fields = jnp.take(table, rows, axis=0, mode="clip")
-    blocks = with_updates(blocks, part["updates"])
-    work = _Proposal(params, fields, block_tables(blocks, rows, options.columns), part["num_drafts"], shape, options)
+    tables = updated_block_tables(blocks, rows, options.columns, part["updates"])
+    work = _Proposal(params, fields, tables, part["num_drafts"], shape, options)
     pages, draft = work.first_pass(as_pages(state[0], page_v_dim), part, jnp.take(state[1], rows, axis=0, mode="clip"))
     drafts = jnp.full((shape.rows, shape.drafts), -1, jnp.int32).at[:, 0].set(draft)
 

@@ -13,13 +13,23 @@ def block_tables(
     return jnp.take(blocks[:, columns.first : columns.first + columns.width], rows, axis=0, mode="clip")
 
 
-def with_updates(
-    blocks: Int[Array, "table_rows columns"], packed: Int[Array, " packed"]
-) -> Int[Array, "table_rows columns"]:
-    """The block tables with a plan's changes. packed: (row, column, block) of each change; a row below 0 is padding."""
-    updates = packed.reshape(-1, 3)
-    changed = jnp.where(updates[:, 0] < 0, len(blocks), updates[:, 0])
-    return blocks.at[changed, updates[:, 1]].set(updates[:, 2], mode="drop")
+def updated_block_tables(
+    blocks: Int[Array, "table_rows columns"], rows: Int[Array, " rows"], columns: TableColumns,
+    packed: Int[Array, " packed"],
+) -> Int[Array, "rows width"]:  # fmt: skip
+    """`block_tables` with a plan's changes.
+
+    packed: (row, column, block) of each change. The columns are the drafter's. Changes of rows that are not in `rows`
+    are left out, and padding, which has row -1.
+
+    Changes the tables of these rows only. A change of `blocks`, which are not donated, copies the tables of all rows:
+    0.17 ms for 256 rows of 2,048 blocks on CPU, against 0.01 ms.
+    """
+    tables, updates = block_tables(blocks, rows, columns), packed.reshape(-1, 3)
+    # a scatter, because XLA's reductions on CPU wake threads: a comparison of all changes with all rows took 20 us more
+    index_of_row = jnp.full(len(blocks), len(rows), jnp.int32).at[rows].set(jnp.arange(len(rows)), mode="drop")
+    changed = jnp.where(updates[:, 0] < 0, len(rows), jnp.take(index_of_row, updates[:, 0], mode="clip"))
+    return tables.at[changed, updates[:, 1] - columns.first].set(updates[:, 2], mode="drop")
 
 
 def exclusive_sum(counts: Int[Array, " rows"]) -> Int[Array, " rows_plus_1"]:
