@@ -12,8 +12,8 @@ from pallas_kernels.native.kinds import KINDS
 from pallas_kernels.platforms import refuse_cpu
 
 RMS_NORM, SILU_AND_MUL, ARGMAX, GATHER = range(4)
-# indices of the int32 options. EPS holds the bits of a float32; WIDTH is of ARGMAX
-OPTION_OPERATION, OPTION_KIND, OPTION_EPS, OPTION_WIDTH = range(4)
+OPTION_OPERATION, OPTION_KIND, OPTION_EPS = range(3)  # indices of the int32 options; EPS holds the bits of a float32
+OPTION_WIDTH = OPTION_EPS  # of ARGMAX
 FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 MULTIPLE = 16  # row widths are multiples of it: whole vectors on every processor
 KERNEL = "pallas_kernels.row_ops.cpu_kernel"
@@ -111,7 +111,7 @@ def gather(
 
 def _argmax(name: str, x: Array, num_rows: Array, width: int) -> Array:
     made = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0],), jnp.int32))
-    return made(_options(ARGMAX, x, width=width), num_rows.reshape(1), x)
+    return made(_options(ARGMAX, x, width), num_rows.reshape(1), x)
 
 
 def _gather(name: str, table: Array, index: Array, num_rows: Array) -> Array:
@@ -119,8 +119,8 @@ def _gather(name: str, table: Array, index: Array, num_rows: Array) -> Array:
     return made(_options(GATHER, table), num_rows.reshape(1), table, index.astype(jnp.int32))
 
 
-def _options(operation: int, x: Array, eps: float = 0.0, width: int = 0) -> np.ndarray:
-    return np.array([operation, KINDS[x.dtype], np.float32(eps).view(np.int32), width], np.int32)
+def _options(operation: int, x: Array, last: int | np.integer = 0) -> np.ndarray:
+    return np.array([operation, KINDS[x.dtype], last], np.int32)
 
 
 def _call(
@@ -133,4 +133,4 @@ def _call(
     eps: float,
 ) -> Float[Array, "rows width"]:
     made = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
-    return made(_options(operation, x, eps), num_rows.reshape(1), x, weight)
+    return made(_options(operation, x, np.float32(eps).view(np.int32)), num_rows.reshape(1), x, weight)
