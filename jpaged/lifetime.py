@@ -71,8 +71,8 @@ def _come_before_jax() -> None:
     atexit.register(_at_exit)
 
 
-# The first finalizer registers `weakref`'s hook. It must be registered before `_at_exit`, so that it runs later: it calls
-# the finalizers of constants that JAX is tracing in a thread, and the trace would fail with a KeyError.
+# The first finalizer registers `weakref`'s hook. It must be registered before `_at_exit`, so that it runs later: it
+# calls the finalizers of constants that JAX is tracing in a thread, and the trace would fail with a KeyError.
 weakref.finalize(_at_exit, int).atexit = False
 atexit.register(_at_exit)
 

@@ -211,7 +211,7 @@ class Engine:
             raise StepError(failed, error) from error
         if collected is not None:
             seconds = collected.now - collected.began
-            self.scheduler.note_seconds(collected.step, seconds)
+            self.scheduler.note_seconds(collected.step, seconds, collected.result.num_accepted)
             self._steps.add(collected)
             if self._counters.speculation is not None:
                 self._counters.speculation.note_step(collected.step.plan, collected.result.num_accepted)

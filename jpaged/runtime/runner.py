@@ -97,7 +97,7 @@ class ModelRunner(EnginePrograms):
         self.max_drafts = blueprint.max_drafts
         shapes = blueprint.program_shapes
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
-        self.decode_sizes: Sequence[int] = [shape.rows for shape in forwards if shape.is_decode]
+        self.decode_sizes: Sequence[int] = [shape.rows for shape in forwards if shape.is_decode and not shape.captures]
         rope = self.spec.rope
         self.longrope_switch_len = rope.original_max_position if rope and rope.scaling == "longrope" else None
         # On CPU a step of 64 tokens takes nearly twice as long as one of 32. Elsewhere reading the weights dominates.

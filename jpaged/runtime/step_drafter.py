@@ -13,7 +13,6 @@ import numpy as np
 
 from jpaged.engine.step_plan import FROM_DEVICE, DeviceDrafter, StepPlan
 from jpaged.models.spec import Params
-from jpaged.runtime.drafting.draft_head import StepTokens
 from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.runtime.drafting.drafters import DraftBuild, DraftHead, DraftModel
 from jpaged.runtime.memory.sleeping import HostWeights
@@ -78,8 +77,7 @@ class StepDrafter:
     def after(self, handle: StepHandle, target: DeviceState) -> None:
         """Let a draft head follow a step that has sampled."""
         if handle.plan.head is not None and isinstance(self._drafter, DraftHead):
-            tokens, hidden = handle.captured
-            self._drafter.absorb(handle.plan.head, StepTokens(*tokens), hidden, target, handle.max_query_len)
+            self._drafter.absorb(handle.plan.head, *handle.captured, target, handle.max_query_len)
 
     def use_target(self, params: Params) -> None:
         """Read these weights of the target from now on."""

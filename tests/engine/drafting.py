@@ -10,6 +10,7 @@ from jpaged.engine.speculation.draft import Draft
 from jpaged.engine.speculation.speculation import Speculation
 from jpaged.speculation_config import SpeculationConfig
 from tests.engine.fake_runner import FakeRunner
+from tests.support.drafting import AlwaysOn
 
 Continuation = Callable[[Request, int], list[int]]  # (request, count) -> the next `count` tokens of its answer
 
@@ -39,7 +40,8 @@ class RandomSpeculation(Speculation):
 
     def __init__(self, oracle: Oracle, max_drafts: int, rng: random.Random, *, always: bool = False):
         """always: each row has as many drafts as fit."""
-        super().__init__(oracle, max_drafts, (1,))
+        super().__init__(oracle, max_drafts, (1000,))
+        self._switch = AlwaysOn((1000,))
         self._always, self._rng = always, rng
 
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> Iterator[tuple[Request, Draft]]:

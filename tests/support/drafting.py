@@ -8,6 +8,7 @@ from unittest import mock
 from jpaged.engine.speculation import speculation
 from jpaged.engine.speculation.accept_rate import AcceptRate
 from jpaged.engine.speculation.draft_budget import DraftBudget
+from jpaged.engine.speculation.draft_switch import DraftSwitch
 from jpaged.outputs import SpeculationStats
 
 PLAIN_STEPS = 7  # on average, one step of this number has no drafts
@@ -39,10 +40,20 @@ class RandomBudget(DraftBudget):
         return counts
 
 
+class AlwaysOn(DraftSwitch):
+    """Asks the drafter in every step. It reads no clock."""
+
+    def is_on(self, num_rows: int) -> bool:
+        return True
+
+    def note(self, num_rows: int, cost: float) -> bool:
+        return False
+
+
 @contextlib.contextmanager
 def always_drafting() -> Iterator[None]:
     """Engines created inside the block draft in most steps. The device's speed does not decide."""
-    with mock.patch.object(speculation, "DraftBudget", RandomBudget):
+    with mock.patch.multiple(speculation, DraftBudget=RandomBudget, DraftSwitch=AlwaysOn):
         yield
 
 

@@ -67,7 +67,8 @@ class Speculation:
     Two engines run in one process, one of them without --speculative-config. Both generate the same requests, one after
     the other, and must give the same tokens. The speed-up is the median over pairs of runs.
 
-    Texts: `free` continues passages of a text. `repeated` continues passages that the prompt has several times.
+    Texts: `free` continues passages of a text. `repeated` continues passages that the prompt has several times. Each
+    pair of runs has other passages, so that no drafter has seen their answers.
 
     Example: jpaged bench speculation demo --spec-method ngram --batch-sizes 1 4 32 --plot speculation.png
     """
@@ -115,14 +116,15 @@ class Speculation:
             for llm in (without, drafting):
                 llm.wait_until_ready()
             config = drafting.config.speculative_config
-            texts = _prompts(without, text, self.input_len, max(self.batch_sizes))
-            cases = [(name, prompts, size) for name, prompts in texts.items() for size in self.batch_sizes]
+            texts = _prompts(without, text, self.input_len, (1 + self.pairs) * sum(self.batch_sizes))
+            unused = {name: iter(prompts) for name, prompts in texts.items()}
+            cases = [(name, unused[name], size) for name in texts for size in self.batch_sizes]
             rows = []
             with tqdm(
                 total=len(cases) * (1 + self.pairs), unit="pair", disable=not sys.stderr.isatty(), leave=False
             ) as bar:
                 for name, prompts, size in cases:
-                    rows.append(self._measure(without, drafting, name, prompts[:size], bar))
+                    rows.append(self._measure(without, drafting, name, prompts, size, bar))
         print(table(rows))
         print("Machine: " + ", ".join(f"{name} {value}" for name, value in machine().items()))
         assert config is not None, "checked"
@@ -151,19 +153,22 @@ class Speculation:
             check_writable(self.plot, "plot")
 
     def _measure(
-        self, without: "LLM", drafting: "LLM", name: str, prompts: Sequence[list[int]], bar: Any
+        self, without: "LLM", drafting: "LLM", name: str, prompts: Iterator[list[int]], size: int, bar: Any
     ) -> Row:
-        """Run pairs in turn. The first pair only warms up. Raises EngineError if the tokens differ."""
+        """Run pairs in turn. The first pair only warms up. Raises EngineError if the tokens differ.
+
+        prompts: the next ones are used.
+        """
         found: list[tuple[Run, Run]] = []
         for number in range(1 + self.pairs):
             if number == 1:
                 drafting.reset_stats()
-            params = self._params(number, len(prompts))
+            params, batch = self._params(number, size), list(itertools.islice(prompts, size))
             engines = (without, drafting) if number % 2 else (drafting, without)  # neither always runs first
-            runs = {id(llm): _run(llm, prompts, params) for llm in engines}
+            runs = {id(llm): _run(llm, batch, params) for llm in engines}
             pair = runs[id(without)], runs[id(drafting)]
             if pair[0].token_ids != pair[1].token_ids:
-                raise EngineError(f"answers differ with drafts ({name}, {len(prompts)} requests): please report this")
+                raise EngineError(f"answers differ with drafts ({name}, {size} requests): please report this")
             found += [pair] if number else []
             bar.update()
         return _row(name, found, drafting.stats().speculation)

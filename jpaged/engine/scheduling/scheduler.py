@@ -218,12 +218,12 @@ class Scheduler:
             self._speculation.note_left(request)
         self._rows.stop_decoding(request)
 
-    def note_seconds(self, step: ScheduledStep, seconds: float) -> None:
-        """Use the time of a step to pace later ones."""
+    def note_seconds(self, step: ScheduledStep, seconds: float, num_accepted: np.ndarray | None = None) -> None:
+        """Use the time of a step to pace later ones. num_accepted: int[rows], accepted drafts of a verify step."""
         num_prompt = len(step.plan.prompt_tokens)
         self._pace.note(num_prompt, seconds)
         if self._speculation is not None:
-            self._speculation.note_seconds(step.plan, seconds)
+            self._speculation.note_step(step.plan, seconds, num_accepted)
 
     def note_kv_lost(self) -> None:
         """Note that the KV pages are empty, also those of a drafter on the device."""

@@ -239,7 +239,7 @@ class HeadDrafts:
 
     def __init__(self, *, block_size: int, kv_group: int, max_len: int):
         """max_len: longest sequence that has drafts, in tokens."""
-        self._block_size, self._max_len = block_size, max_len
+        self.block_size, self._max_len = block_size, max_len
         self._contents = BlockContents(block_size, kv_group)
         self._followed: dict[int, _Followed] = {}  # by row
 
@@ -256,9 +256,9 @@ class HeadDrafts:
             followed = self._followed.get(request.schedule.row)
             if followed is None or followed.request is not request:
                 starts[index], first_block[index] = True, self._cached(request, row.first)
-                boundary = -(-row.first // self._block_size)
+                boundary = -(-row.first // self.block_size)
                 start = boundary if first_block[index] < 0 else int(first_block[index])
-                followed = _Followed(request, boundary, start * self._block_size)
+                followed = _Followed(request, boundary, start * self.block_size)
                 self._followed[request.schedule.row] = followed
             self._contents.note_written(request, min(row.first, last_known))
             absorbed = min(row.first + row.num_tokens, last_known)
@@ -267,8 +267,8 @@ class HeadDrafts:
 
     def _cached(self, request: Request, start: int) -> int:
         """First block of the cached prefix before position `start` from which on the head has KV. -1: none."""
-        end = start // self._block_size
-        if start % self._block_size or not end:
+        end = start // self.block_size
+        if start % self.block_size or not end:
             return -1
         first = end
         while first > 0 and self._contents.first_unknown(request, first - 1, first) == first:

@@ -11,11 +11,12 @@ A request's drafts come from the first of these sources that has any:
 2. The answer that its caller predicted.
 3. The drafter that the engine was started with, on the host or on the device.
 
-A draft head on the device must follow every step of the target, which costs time. It follows for some steps after
-drafts were last chosen, and then pauses. Now and then it follows again, so that drafts can be tried.
+A switch compares decoding with and without the drafter, by measured seconds per token (`DraftSwitch`). While it is off,
+the drafter costs nothing: the host looks nothing up, and a draft head does not follow the steps.
 """
 
 import bisect
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,20 +27,22 @@ from jpaged.engine.request import Request
 from jpaged.engine.speculation.accept_rate import DECAY, FIRST_CHANCE, MOST_CHANCE, AcceptRate
 from jpaged.engine.speculation.draft import Draft, DraftSource
 from jpaged.engine.speculation.draft_budget import DraftBudget
+from jpaged.engine.speculation.draft_switch import DraftSwitch
 from jpaged.engine.speculation.drafter import Drafter
 from jpaged.engine.speculation.function import FunctionDrafter
 from jpaged.engine.speculation.model_drafts import DraftRow, HeadDrafts, HeadRow, ModelDrafts
 from jpaged.engine.speculation.ngram import NgramDrafter
 from jpaged.engine.speculation.prediction import PredictionDrafter
-from jpaged.engine.speculation.program_times import ProgramKind
+from jpaged.engine.speculation.program_times import Program, ProgramKind
 from jpaged.engine.speculation.suffix import SuffixDrafter
 from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, Runner, StepPlan
 from jpaged.errors import EngineError
 from jpaged.speculation_config import SpeculationConfig
 
-FOLLOWED_STEPS = 64   # steps for which a draft head follows the target after drafts were last chosen
-FIRST_FOLLOW = 256    # steps of the first pause after which it follows again. Each further pause is twice as long,
-LONGEST_FOLLOW = 16_384
+RUN = 8           # steps that are measured together
+SKIPPED = 2       # steps before a run that are not measured: one is in flight when the switch changes
+MODEL_SKIPPED = 6  # the same when a draft model is turned on, because it must catch up
+HEAD_SKIPPED = 8  # the same for a draft head, after the block in which it begins to follow a row
 _FORCED = AcceptRate(chance=MOST_CHANCE)  # of drafts that a grammar forces
 
 
@@ -49,6 +52,19 @@ class _Rates:
 
     drafter: AcceptRate
     prediction: AcceptRate = dataclasses.field(default_factory=AcceptRate)
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """Consecutive steps of about as many rows, without prompt tokens."""
+
+    bucket: int  # rows of the decode program
+    skip: int    # steps to come that are not measured
+    steps: int = 0
+    rows: int = 0    # of all steps
+    tokens: int = 0  # of all steps
+    seconds: float = 0.0
+    programs: collections.Counter[Program] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Speculation:
@@ -69,10 +85,13 @@ class Speculation:
         self._budget = DraftBudget(max_drafts, row_sizes)
         self._row_sizes = sorted(row_sizes)
         self._rates: dict[Request, _Rates] = {}
-        self._step = 0                       # steps that were planned
-        self._follow_until = FOLLOWED_STEPS  # step until which a draft head follows the target
-        self._next_follow = self._pause = FIRST_FOLLOW
-        self._last_program: tuple[ProgramKind, int] | None = None  # of the last step
+        self._switch = DraftSwitch(row_sizes)
+        self._is_on = False  # the switch, for the step that is being planned
+        self._skipped = SKIPPED if self._model is None else MODEL_SKIPPED
+        if self._head is not None:
+            self._skipped = HEAD_SKIPPED + self._head.block_size
+        self._run: _Run | None = None
+        self._num_new = 0  # rows whose prompts were computed since the last run
 
     @classmethod
     def create(cls, config: SpeculationConfig, runner: Runner[Any]) -> "Speculation":
@@ -90,10 +109,14 @@ class Speculation:
         drafter = _drafter(config, runner.vocab_size) if device is None else None
         return cls(drafter, runner.max_drafts, runner.decode_sizes, on_device)
 
-    def begin_step(self, sizes: Sequence[int]) -> None:
-        """Note that a step is being planned. sizes: `Runner.verify_sizes`."""
+    def begin_step(self, sizes: Sequence[int], num_rows: int) -> None:
+        """Note that a step of `num_rows` rows is being planned. sizes: `Runner.verify_sizes`."""
         self._budget.verify_sizes = sizes
-        self._step += 1
+        self._is_on = bool(sizes) and 0 < num_rows < sizes[-1] and self._switch.is_on(num_rows)
+
+    def may_draft(self, requests: Sequence[Request]) -> bool:
+        """Whether some of the decodes of a step may have drafts. False costs next to nothing."""
+        return bool(requests) and (self._is_on or any(map(_has_own_source, requests)))
 
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> Iterator[tuple[Request, Draft]]:
         """Drafts of some of the decodes of a step. Empty where drafts would not make the step faster.
@@ -101,20 +124,13 @@ class Speculation:
         most: most drafts of each request.
         """
         rates = [self._rates_of(request).drafter for request in requests]
-        if not self._budget.may_pay(rates):
+        if self._is_on and not self._budget.may_pay(rates):
             return
-        if self._step >= self._next_follow:
-            self._follow_until = self._step + FOLLOWED_STEPS
-            self._pause = min(2 * self._pause, LONGEST_FOLLOW)
-            self._next_follow = self._step + self._pause
         drafts = [self._propose(request, limit) for request, limit in zip(requests, most, strict=True)]
         for index, draft in enumerate(drafts):
             if draft is not None:
                 rates[index] = self._rate(requests[index], draft.source)
         counts = self._budget.choose(rates, [0 if draft is None else draft.count for draft in drafts])
-        if any(counts):
-            self._follow_until, self._pause = self._step + FOLLOWED_STEPS, FIRST_FOLLOW
-            self._next_follow = self._step + FIRST_FOLLOW
         for request, draft, count in zip(requests, drafts, counts, strict=True):
             if draft is not None and count:
                 yield request, dataclasses.replace(draft, count=count)
@@ -148,7 +164,7 @@ class Speculation:
         """
         if self._head is None:
             return None
-        if not self._budget.verify_sizes or self._step > self._follow_until:
+        if not self._is_on:
             self._head.pause()
             return None
         rows = zip(requests, num_tokens.tolist(), samples.tolist(), strict=True)
@@ -170,24 +186,47 @@ class Speculation:
         else:
             rates.prediction.note(draft.count, accepted, DECAY, FIRST_CHANCE)
 
-    def note_seconds(self, plan: StepPlan, seconds: float) -> None:
+    def note_step(self, plan: StepPlan, seconds: float, num_accepted: np.ndarray | None) -> None:
         """Note the time of a step, from the arrival of the step before it to its own.
 
-        It counts only if both ran the same program. Otherwise a part of it may belong to the step before, because the
-        host may be late. A draft model also needs more time in the first step, to catch up.
+        num_accepted: int[rows], accepted drafts of a verify step.
         """
-        if len(plan.prompt_tokens):
-            self._last_program = None
+        program, num_rows, sizes = self._program(plan), len(plan.rows), self._budget.verify_sizes
+        if program is None or not sizes or num_rows >= sizes[-1]:
+            self._run = None
+            self._num_new += num_rows - plan.num_decodes
             return
+        if self._num_new:
+            self._switch.note_new(num_rows, self._num_new)
+            self._num_new = 0
+        run, bucket = self._run, self._row_sizes[bisect.bisect_left(self._row_sizes, num_rows)]
+        if run is None or run.bucket != bucket:
+            run = self._run = _Run(bucket, SKIPPED)
+        if run.skip:
+            run.skip -= 1
+            return
+        run.steps += 1
+        run.rows += num_rows
+        run.tokens += num_rows + (0 if num_accepted is None else int(num_accepted.sum()))
+        run.seconds += self._budget.usual(program, seconds)
+        run.programs[program] += 1
+        if run.steps < RUN:
+            return
+        self._budget.note_run(run.programs, run.seconds, had_choice=self._switch.is_on(num_rows))
+        has_changed = self._switch.note(num_rows, run.seconds / run.steps * run.rows / run.tokens)
+        turns_on = has_changed and self._switch.is_on(num_rows)
+        self._run = _Run(bucket, self._skipped if turns_on else SKIPPED if has_changed else 0)
+
+    def _program(self, plan: StepPlan) -> Program | None:
+        """The program that a step has run. None: it has prompt tokens, or was larger than these programs."""
+        if len(plan.prompt_tokens):
+            return None
         if plan.drafts is None:
             kind, sizes, size = ProgramKind.DECODE, self._row_sizes, len(plan.rows)
         else:
             kind, sizes, size = ProgramKind.VERIFY, self._budget.verify_sizes, plan.total_tokens
         index = bisect.bisect_left(sizes, size)
-        program = None if index == len(sizes) else (kind, sizes[index])
-        if program is not None and program == self._last_program:
-            self._budget.note_seconds(*program, seconds)
-        self._last_program = program
+        return None if index == len(sizes) else (kind, sizes[index])
 
     def note_end(self, request: Request) -> None:
         """Note that a request has ended."""
@@ -230,7 +269,7 @@ class Speculation:
 
     def _propose(self, request: Request, limit: int) -> Draft | None:
         """Up to `limit` drafts of a request, and before them guesses for its tokens in flight."""
-        if limit <= 0:
+        if limit <= 0 or not (self._is_on or _has_own_source(request)):
             return None
         in_flight = request.schedule.num_in_flight - 1  # without the token of the step that is being planned
         for source in DraftSource:
@@ -238,7 +277,7 @@ class Speculation:
             if len(guesses) > in_flight:
                 return Draft(len(guesses) - in_flight, guesses, source)
         is_ready = self._model is not None or (self._head is not None and self._head.is_ready(request))
-        return Draft(limit, None) if is_ready else None
+        return Draft(limit, None) if self._is_on and is_ready else None
 
     def _guesses(self, request: Request, source: DraftSource, count: int) -> Sequence[int]:
         if source is DraftSource.GRAMMAR:
@@ -246,9 +285,14 @@ class Speculation:
             return [] if matcher is None else matcher.forced_tokens()[:count]
         if source is DraftSource.PREDICTION:
             return self._predictions.propose(request, count)
-        if self._drafter is None or self._budget.is_paused(self._rates_of(request).drafter):
+        if self._drafter is None or not self._is_on or self._budget.is_paused(self._rates_of(request).drafter):
             return ()
         return self._drafter.propose(request, count)
+
+
+def _has_own_source(request: Request) -> bool:
+    """Whether a request may have drafts without the drafter."""
+    return request.output.matcher is not None or bool(request.prediction_token_ids)
 
 
 def _drafter(config: SpeculationConfig, vocab_size: int) -> Drafter:

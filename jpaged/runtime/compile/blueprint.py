@@ -165,6 +165,7 @@ class Blueprint:
             block_size=limits.block_size, num_kv_groups=len(limits.kv_groups.windows), smallest=limits.smallest_bucket,
             row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=self.model.spec.pools,
             context=self.placement.shards.context, drafts=self.max_drafts, proposes=self.proposes,
+            captures=self.model.drafter is not None and self.model.drafter.is_head,
             verify_rows=VERIFY_ROWS_ON_CPU if self.placement.platform == "cpu" else VERIFY_ROWS,
         )  # fmt: skip
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
@@ -410,7 +411,7 @@ class FittedBuild:
                     model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
                     implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
                     placement=blueprint.placement, store=self.store, stage=model.stage,
-                    capture=None if model.drafter is None else model.drafter.capture,
+                    capture=model.drafter.capture if model.drafter is not None and shape.captures else None,
                 )  # fmt: skip
             if isinstance(shape, DraftShape):
                 return self.draft_build().compile(shape)

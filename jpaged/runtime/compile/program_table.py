@@ -20,12 +20,25 @@ from jpaged.phases import PATIENCE_SECONDS, tell
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.draft_shapes import DraftShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
-from jpaged.runtime.step.program_shapes import CHECKS, DECODE, MIXED, POOL, SCORE, VERIFY, Kind, Shape, kind_of, size
+from jpaged.runtime.step.program_shapes import (
+    CHECKS,
+    DECODE,
+    DRAFT,
+    FOLLOWED,
+    MIXED,
+    POOL,
+    SCORE,
+    VERIFY,
+    Kind,
+    Shape,
+    kind_of,
+    size,
+)
 from jpaged.runtime.store.cache import cache_hits
 
 logger = logging.getLogger(__name__)
 
-_FORWARD_ORDER = (DECODE, VERIFY, MIXED)
+_FORWARD_ORDER = (DECODE, FOLLOWED, VERIFY, MIXED)
 
 ShapeT = TypeVar("ShapeT", bound=Shape, covariant=True)
 
@@ -89,7 +102,8 @@ class ProgramTable:
         self.drafters.update({program.shape: program.run for program in drafters})
         checks = [p.shape.rows for p in self.samplers if p.shape.checks]
         sizes = [p.shape.tokens for p in self.forwards if p.shape.drafts]
-        lacks_drafter = any(isinstance(shape, DraftShape) and shape not in self.drafters for shape in self.missing)
+        missing = self.missing - {program.shape for program in programs}
+        lacks_drafter = any(kind_of(shape) in (DRAFT, FOLLOWED) for shape in missing)
         self.verify_sizes = () if lacks_drafter else tuple(
             n for n in sizes if checks.count(n) == len(SamplerVariant)
         )  # fmt: skip
@@ -173,16 +187,18 @@ class ProgramTable:
         """Smallest forward program that can run the plan."""
         verifies, tokens, rows = plan.drafts is not None, plan.total_tokens, len(plan.rows)
         is_decode = plan.decodes_only and not verifies
+        follows = is_decode and plan.head is not None
 
         def find() -> Program[ForwardShape] | None:
             for program in self.forwards:
                 shape = program.shape
                 is_kind = shape.is_decode == is_decode and bool(shape.drafts) == verifies
+                is_kind = is_kind and (not is_decode or shape.captures == follows)
                 if is_kind and shape.tokens >= tokens and shape.rows >= rows:
                     return program
             return None
 
-        kind = DECODE if is_decode else VERIFY if verifies else MIXED
+        kind = FOLLOWED if follows else DECODE if is_decode else VERIFY if verifies else MIXED
         return find() or self._wait(find, kind, f"no program takes {tokens} tokens in {rows} rows")
 
     def sampler(self, num_rows: int, variant: SamplerVariant, *, checks: bool = False) -> Program[SampleShape]:

@@ -15,7 +15,7 @@ attention sees no earlier keys. Drafts of such a row begin when an index past th
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,17 @@ class StepTokens(NamedTuple):
     positions: Array        # int32[tokens]
     rows: Array             # int32[rows]  rows of the request table; padding rows point past its end
     query_start_loc: Array  # int32[rows + 1]
+
+    @classmethod
+    def of(cls, joined: Array, tokens: int) -> Self:
+        """The parts of the forward program's array, int32[2 * tokens + 2 * rows + 1]."""
+        rows = num_rows_of(joined, tokens)
+        return cls(*jnp.split(joined, (tokens, 2 * tokens, 2 * tokens + rows)))
+
+
+def num_rows_of(joined: Array, tokens: int) -> int:
+    """Rows of a step with `tokens` tokens, whose arrays are joined."""
+    return (joined.shape[0] - 1) // 2 - tokens
 
 
 def pack_head_absorb(
@@ -135,16 +146,17 @@ def target_leaves(spec: HeadSpec, target_spec: DecoderSpec, params: Params) -> P
 
 def absorb_step(
     params: Params, target: Params, state: DraftArrays, table: Int[Array, "table_rows num_fields"],
-    blocks: Int[Array, "table_rows columns"], step: StepTokens,
-    hidden: tuple[Float[Array, "tokens target_hidden"], ...], packed: Int[Array, " packed"], *,
+    blocks: Int[Array, "table_rows columns"], step_tokens: Int[Array, " joined"],
+    hidden: Float[Array, "tokens target_hidden"], packed: Int[Array, " packed"], *,
     shape: HeadAbsorbShape, options: HeadOptions, page_v_dim: int | None,
 ) -> DraftArrays:  # fmt: skip
     """Absorb the tokens that a step has added to its rows. Donate `state`.
 
-    target: from `target_leaves`. table, blocks: of the target's state after the sample program, only read. step,
-    hidden: from the forward program; `HeadSpec.capture` names the hidden states. Rejected drafts are left out, because
-    their positions are not below LENGTH.
+    target: from `target_leaves`. table, blocks: of the target's state after the sample program, only read.
+    step_tokens, hidden: from the forward program; `HeadSpec.capture` names the hidden states. Rejected drafts are left
+    out, because their positions are not below LENGTH.
     """
+    step, count_of_states = StepTokens.of(step_tokens, shape.tokens), max(1, len(options.spec.capture))
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     fields = jnp.take(table, step.rows, axis=0, mode="clip")
     length, given = fields[:, Field.LENGTH], step.query_start_loc[1:] - step.query_start_loc[:-1]
@@ -163,7 +175,7 @@ def absorb_step(
     token_ids = jnp.where(real, jnp.where(index == count[row] - 1, after[row], following), 0)
     states = target_state(
         options.spec, params, options.target_spec, target,
-        tuple(gather_rows(each, source, starts[-1]) for each in hidden),
+        tuple(jnp.split(gather_rows(hidden, source, starts[-1]), count_of_states, axis=1)),
         layout=options.layout, num_tokens=starts[-1],
     )  # fmt: skip
     work = _HeadWork(params, target, block_tables(blocks, step.rows, options.columns), progress[:, 1], shape, options)
@@ -287,12 +299,11 @@ class _HeadWork:
 
 
 def absorb_step_of_arrays(
-    weights: tuple[Array, ...], target: tuple[Array, ...], state: DraftArrays, table: Array, blocks: Array,
-    step: tuple[Array, ...], *rest: Any, trees: tuple[Any, Any], **options: Any,
+    weights: tuple[Array, ...], target: tuple[Array, ...], *rest: Any, trees: tuple[Any, Any], **options: Any
 ) -> DraftArrays:  # fmt: skip
-    """`absorb_step` with weights and step as plain tuples, as it is compiled."""
+    """`absorb_step` with the weights as plain tuples, as it is compiled."""
     params, leaves = (jax.tree.unflatten(tree, each) for tree, each in zip(trees, (weights, target), strict=True))
-    return absorb_step(params, leaves, state, table, blocks, StepTokens(*step), *rest, **options)
+    return absorb_step(params, leaves, *rest, **options)
 
 
 def propose_head_of_arrays(
@@ -312,7 +323,7 @@ def compile_draft_head(
 
     params, state: of the head, whole on every device. target_params: the target's whole tree. hidden_dtype: of the
     target's hidden states. `absorb_step` takes (flat_weights(params), flat_weights(target_leaves(...)), state.arrays,
-    table, blocks, tuple(StepTokens), hidden states, packed). `propose_head` takes the same without step and hidden
+    table, blocks, step tokens, hidden states, packed). `propose_head` takes the same without step and hidden
     states, and returns (arrays, drafts). Raises ModelLoadError as `HeadOptions.check`.
     """
     options.check()
@@ -325,9 +336,9 @@ def compile_draft_head(
     arguments: tuple[Any, ...] = (flat_weights(params), flat_weights(leaves), state.arrays, table, blocks)
     if not proposes:
         tokens, rows = shape.tokens, shape.rows
-        arguments += (tuple(placement.shape((n,), np.int32) for n in (tokens, tokens, rows, rows + 1)),)
-        width, count = options.spec.target_hidden_size, max(1, len(options.spec.capture))
-        arguments += ((placement.shape((tokens, width), hidden_dtype),) * count,)
+        width = options.spec.target_hidden_size * max(1, len(options.spec.capture))
+        arguments += (placement.shape((2 * (tokens + rows) + 1,), np.int32),)
+        arguments += (placement.shape((tokens, width), hidden_dtype),)
     arguments += (placement.shape((shape.packed_size,), np.int32),)
     of_state = jax.tree.map(lambda x: x.format if x.format.layout else None, state.arrays)
     run = placement.on_each_device(call, arguments, None)

@@ -9,7 +9,7 @@ drafts, then its sample program. `DraftHead.absorb` runs after the sample progra
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, StepPlan
 from jpaged.models.spec import Params
 from jpaged.runtime.drafting.draft_head import (
     HeadOptions,
-    StepTokens,
     compile_draft_head,
+    num_rows_of,
     pack_head_absorb,
     pack_head_propose,
     target_leaves,
@@ -204,21 +204,18 @@ class DraftHead(_Drafter):
         self._target = flat_weights(target_leaves(options.spec, options.target_spec, params))
 
     def absorb(
-        self, drafts: HeadPlan, step: StepTokens, hidden: Sequence[jax.Array], target: DeviceState,
-        max_query_len: int,
-    ) -> None:  # fmt: skip
+        self, drafts: HeadPlan, step_tokens: jax.Array, hidden: jax.Array, target: DeviceState, max_query_len: int
+    ) -> None:
         """Follow a step, after its sample program.
 
-        step, hidden: results of the step's forward program. max_query_len: of this program. target: its table and
-        blocks are read.
+        step_tokens, hidden: results of the step's forward program. max_query_len: of this program. target: its table
+        and blocks are read.
         """
-        shape = self._smallest(
-            HeadAbsorbShape, len(step.rows), len(step.token_ids), max_query_len=max_query_len
-        )
+        rows, tokens = num_rows_of(step_tokens, len(hidden)), len(hidden)
+        shape = self._smallest(HeadAbsorbShape, rows, tokens, max_query_len=max_query_len)
         packed = pack_head_absorb(drafts.next_tokens, drafts.starts, drafts.first_block, shape)
         self._keep(self.programs[shape](
-            self._weights, self._target, self.live.arrays, target.table, target.blocks, tuple(step), tuple(hidden),
-            packed,
+            self._weights, self._target, self.live.arrays, target.table, target.blocks, step_tokens, hidden, packed
         ))  # fmt: skip
 
     def propose(

@@ -37,6 +37,7 @@ class ForwardShape:
     token_parts: int = 1  # devices that share the tokens, with context parallelism (`context`)
     drafts: int = 0  # most drafts per row of a verify program; 0: not a verify program
     proposes: bool = False  # a verify program that takes one more argument: the drafts of a drafter on the device
+    captures: bool = False  # returns the step's tokens and hidden states, for a draft head
 
     @property
     def max_updates(self) -> int:
@@ -77,7 +78,7 @@ class ForwardShape:
 
     def __str__(self) -> str:
         if self.is_decode:
-            return f"decode {self.rows} rows"
+            return f"decode {self.rows} rows" + self.captures * ", followed"
         return f"{'verify' if self.drafts else 'mixed'} {self.tokens} tokens"
 
 

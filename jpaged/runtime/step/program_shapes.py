@@ -46,6 +46,7 @@ Kind = str  # see `kind_of`
 # Kinds. A `sample` program has its variant's name, with CHECKS before it for verify steps.
 DECODE, VERIFY, MIXED, SCORE, POOL, CHECKS = "decode", "verify", "mixed", "score", "pool", "checks "
 DRAFT = "draft"  # all programs of a drafter on the device
+FOLLOWED = "followed decode"  # decodes that a draft head follows
 FIRST_KINDS = (DECODE, MIXED, SamplerVariant.GREEDY.name, POOL)  # an engine starts when it has the largest of each
 # Verify programs hold this many rows with the maximum of drafts. On CPU a step's time grows with its tokens, so one of
 # them has as many tokens as the smallest decode program has rows: with it, a few drafts cost nothing.
@@ -66,6 +67,7 @@ def bucket_shapes(
     context: int = 1,
     drafts: int = 0,
     proposes: bool = False,
+    captures: bool = False,
     verify_rows: Sequence[int] = VERIFY_ROWS,
 ) -> list[Shape]:
     """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
@@ -75,6 +77,8 @@ def bucket_shapes(
     model that pools has only a forward program per token bucket and a `pool` program per row bucket.
 
     drafts: most drafts per row of a verify step; 0: there are no verify programs. proposes: see `ForwardShape`.
+    captures: all forward programs capture hidden states. Decodes have programs that do not, too, for the time in which
+    a draft head does not follow: capturing takes 5% of a step of the demo model with 32 rows (CPU).
     verify_rows: rows with that many drafts, for each verify program.
     context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
     they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
@@ -98,18 +102,23 @@ def bucket_shapes(
             f"max_num_batched_tokens with a multiple of {context * smallest}"
         )
     mixed = [
-        ForwardShape(False, n, max_rows, block_size, num_kv_groups, count)
+        ForwardShape(False, n, max_rows, block_size, num_kv_groups, count, captures=captures)
         for n, count in zip(tokens, parts, strict=True)
     ]
     if pools:
         return [*mixed, *(PoolShape(n) for n in rows)]
-    decodes = [ForwardShape(True, n, n, block_size, num_kv_groups) for n in rows]
+    decodes = [
+        ForwardShape(True, n, n, block_size, num_kv_groups, captures=captured)
+        for captured in ((False, True) if captures else (False,)) for n in rows
+    ]  # fmt: skip
     samplers = [SampleShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
     full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
     samplers += [SampleShape(n, SamplerVariant.FULL) for n in full]
     verifies: list[Shape] = []
     for n in _verify_sizes(drafts, verify_rows, smallest, max_rows, max_tokens):
-        verifies.append(ForwardShape(False, n, min(n, max_rows), block_size, num_kv_groups, 1, drafts, proposes))
+        verifies.append(ForwardShape(
+            False, n, min(n, max_rows), block_size, num_kv_groups, 1, drafts, proposes, captures
+        ))  # fmt: skip
         verifies += [SampleShape(n, variant, checks=True) for variant in SamplerVariant]
     return [*decodes, *mixed, *samplers, ScoreShape(rows[-1]), *verifies]
 
@@ -144,7 +153,9 @@ def kind_of(shape: Shape) -> Kind:
     """Kind of a program. The largest program of a kind can replace the others of its kind."""
     match shape:
         case ForwardShape():
-            return DECODE if shape.is_decode else VERIFY if shape.drafts else MIXED
+            if shape.is_decode:
+                return FOLLOWED if shape.captures else DECODE
+            return VERIFY if shape.drafts else MIXED
         case SampleShape():
             return CHECKS * shape.checks + shape.variant.name
         case ScoreShape():

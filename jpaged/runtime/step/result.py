@@ -30,7 +30,7 @@ class StepHandle:
     output: jax.Array | None
     checked: jax.Array | None = None  # of a verify step: `Batch.checked`
     # For a draft head: the step's tokens (`StepTokens`) and the captured hidden states. Empty after they were absorbed.
-    captured: tuple[tuple[jax.Array, ...], ...] = ()
+    captured: tuple[()] | tuple[jax.Array, jax.Array] = ()
     max_query_len: int = 1  # of the forward program
     proposed: jax.Array | None = None  # int32[rows of the program, max_drafts]  drafts of a drafter on the device
 

@@ -106,15 +106,14 @@ class Followed:
                 self.table[row, Field.LAST_TOKEN] = next_token
         padding = tokens - len(ids)
         counts = [len(of_row) for _, of_row, *_ in rows.values()] + [0] * (ROWS - len(rows))
-        step = (
-            np.array(ids + [0] * padding, np.int32), np.array(positions + [0] * padding, np.int32),
-            np.array([*rows, *[ROWS] * (ROWS - len(rows))], np.int32), np.cumsum([0, *counts], dtype=np.int32),
-        )  # fmt: skip
-        states = np.pad(np.array(hidden, np.float32), ((0, padding), (0, 0), (0, 0))).swapaxes(0, 1)
+        step = np.concatenate([
+            ids, [0] * padding, positions, [0] * padding, [*rows], [ROWS] * (ROWS - len(rows)), np.cumsum([0, *counts])
+        ]).astype(np.int32)  # fmt: skip
+        states = np.pad(np.array(hidden, np.float32), ((0, padding), (0, 0), (0, 0))).reshape(tokens, -1)
         packed = pack_head_absorb(
             np.array(after), np.array([row in starts for row in rows]), np.full(len(rows), first_block), shape
         )
-        self.arrays = compiled(self.name, shape)(*self.weight_arguments(), step, tuple(states), packed)
+        self.arrays = compiled(self.name, shape)(*self.weight_arguments(), step, states, packed)
 
     def propose(self, rows, counts=None):
         shape = HeadProposeShape(K, ROWS, BLOCK)
