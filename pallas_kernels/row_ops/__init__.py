@@ -24,7 +24,7 @@ def rms_norm_rows(
     def native(x: Array, weight: Array, num_rows: Array) -> Array:
         return cpu.call(cpu.RMS_NORM, x, weight.astype(x.dtype), num_rows, x.shape[1], eps)
 
-    return _choose(plain, native, x, weight, jnp.asarray(num_rows, jnp.int32), width=x.shape[1])
+    return _choose(plain, native, cpu.refuse, x, weight, jnp.asarray(num_rows, jnp.int32), refused=(x.shape[1],))
 
 
 def silu_and_mul(both: Float[Array, "rows twice_width"], num_rows: Int[Array, ""] | int) -> Float[Array, "rows width"]:
@@ -40,7 +40,7 @@ def silu_and_mul(both: Float[Array, "rows twice_width"], num_rows: Int[Array, ""
     def native(both: Array, num_rows: Array) -> Array:
         return cpu.call(cpu.SILU_AND_MUL, both, both[:1], num_rows, width, 0.0)
 
-    return _choose(plain, native, both, jnp.asarray(num_rows, jnp.int32), width=width)
+    return _choose(plain, native, cpu.refuse, both, jnp.asarray(num_rows, jnp.int32), refused=(width,))
 
 
 def argmax_rows(
@@ -63,10 +63,7 @@ def argmax_rows(
     def native(x: Array, num_rows: Array) -> Array:
         return cpu.argmax(x, num_rows, width)
 
-    call = (x, jnp.asarray(num_rows, jnp.int32))
-    if not takes_native(cpu.refuse_argmax, x, width):
-        return by_xla(*call)
-    return lax.platform_dependent(*call, cpu=native, default=by_xla)
+    return _choose(by_xla, native, cpu.refuse_argmax, x, jnp.asarray(num_rows, jnp.int32), refused=(width,))
 
 
 def gather_rows(
@@ -84,13 +81,11 @@ def gather_rows(
     def native(table: Array, index: Array, num_rows: Array) -> Array:
         return cpu.gather(table, index, num_rows)
 
-    call = (table, index, jnp.asarray(num_rows, jnp.int32))
-    if not takes_native(cpu.refuse_gather, table):
-        return plain(*call)
-    return lax.platform_dependent(*call, cpu=native, default=plain)
+    return _choose(plain, native, cpu.refuse_gather, table, index, jnp.asarray(num_rows, jnp.int32))
 
 
-def _choose(plain: Any, native: Any, x: Array, *rest: Array, width: int) -> Array:
-    if not takes_native(cpu.refuse, x, width):
+def _choose(plain: Any, native: Any, refuse: Any, x: Array, *rest: Array, refused: tuple[int, ...] = ()) -> Array:
+    """Call the native form on CPUs that take it. refused: further arguments of `refuse`."""
+    if not takes_native(refuse, x, *refused):
         return plain(x, *rest)
     return lax.platform_dependent(x, *rest, cpu=native, default=plain)

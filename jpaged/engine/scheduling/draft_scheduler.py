@@ -42,9 +42,9 @@ class DraftScheduler:
 
     def schedule(self, selection: StepSelection) -> None:
         """Add drafts to the decodes, if they pay."""
-        decodes, sizes = selection.decodes, self._verify_sizes()
-        self._speculation.begin_step(sizes, len(decodes) + len(selection.chunks))
-        if selection.chunks or not sizes or len(decodes) >= sizes[-1] or not self._speculation.may_draft(decodes):
+        decodes = selection.decodes
+        self._speculation.begin_step(self._verify_sizes(), len(decodes) + len(selection.chunks))
+        if selection.chunks or not self._speculation.may_draft(decodes):
             return
         most = [self._most_drafts(request) for request in decodes]
         for request, draft in self._speculation.choose(decodes, most):

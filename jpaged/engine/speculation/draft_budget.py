@@ -1,12 +1,11 @@
 """Decides how many drafts each row of a step gets, so that the step yields the most tokens per second."""
 
-import bisect
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jpaged.engine.speculation.accept_rate import DECAY, FIRST_CHANCE, LEAST_START, OVERALL_DECAY, AcceptRate
-from jpaged.engine.speculation.program_times import Program, ProgramKind, ProgramTimes
+from jpaged.engine.speculation.program_times import Program, ProgramKind, ProgramTimes, decode_size
 
 MIN_CHANCE = 0.02  # a draft that is less likely accepted is not worth the host's work, even if its slot is free
 STICK = 1.01       # the last choice wins against choices that are better by less: equal programs do not alternate
@@ -67,10 +66,6 @@ class DraftBudget:
         """The seconds of a step that ran a program, without an outlier's excess. Call it for each step of a run."""
         return self._times.usual(program, seconds)
 
-    def seconds(self, kind: ProgramKind, size: int) -> float | None:
-        """Estimated seconds of a program, None if it was never measured."""
-        return self._times.seconds(kind, size)
-
     def may_pay(self, rows: Sequence[AcceptRate]) -> bool:
         """Whether drafts could pay for these rows if every row had `max_drafts`. Ask before the host makes drafts.
 
@@ -109,15 +104,10 @@ class DraftBudget:
             self._pending[choice] = self._step + PENDING
         return np.bincount(order[: choice - num_rows] // self._max_drafts, minlength=num_rows).tolist()
 
-    def _bucket(self, num_rows: int) -> int:
-        """Rows of the decode program."""
-        index = bisect.bisect_left(self._row_sizes, num_rows)
-        return self._row_sizes[min(index, len(self._row_sizes) - 1)]
-
     def _bound_pays(self, rows: Sequence[AcceptRate]) -> bool:
         """Whether some verify program could be the best. Compares an upper bound of the accepted drafts."""
         step, num_rows = self._step, len(rows)
-        plain = self._times.seconds(ProgramKind.DECODE, self._bucket(num_rows))
+        plain = self._times.seconds(ProgramKind.DECODE, decode_size(self._row_sizes, num_rows))
         chances = [row.chance if row.paused_until <= step else 0.0 for row in rows]
         highest = max(chances)
         if plain is None or not highest:
@@ -130,7 +120,7 @@ class DraftBudget:
 
     def _verify_programs(self, num_rows: int) -> Iterator[tuple[int, float]]:
         """Size and hoped seconds of the verify programs for this number of rows."""
-        least = self._times.seconds(ProgramKind.DECODE, self._bucket(num_rows)) or 0.0
+        least = self._times.seconds(ProgramKind.DECODE, decode_size(self._row_sizes, num_rows)) or 0.0
         for size in self.verify_sizes:
             hoped = self._times.hoped(ProgramKind.VERIFY, size)
             if hoped is not None:
@@ -155,7 +145,7 @@ class DraftBudget:
 
     def _best(self, num_rows: int, gains: np.ndarray) -> int:
         """The program with the most expected tokens per second, of those that hold more drafts than a smaller one."""
-        bucket, before = self._bucket(num_rows), 0
+        bucket, before = decode_size(self._row_sizes, num_rows), 0
         rates = {NO_DRAFTS: num_rows / (self._times.hoped(ProgramKind.DECODE, bucket) or 1.0)}
         for size, seconds in self._verify_programs(num_rows):
             drafts = min(size - num_rows, len(gains) - 1)

@@ -1,10 +1,9 @@
 """Decides whether a drafter is asked at all, from the measured seconds per token with and without it."""
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 
-from jpaged.engine.speculation.program_times import Estimate
+from jpaged.engine.speculation.program_times import Estimate, decode_size
 
 DRIFT = 0.003       # with each run of one way, the other looks better by this share
 WEIGHT = 0.2        # of a new measurement, once there are several
@@ -37,7 +36,7 @@ class DraftSwitch:
     def __init__(self, row_sizes: Sequence[int]):
         """row_sizes: rows of each decode program."""
         self._row_sizes = sorted(row_sizes)
-        self._modes = [_Mode() for _ in self._row_sizes]
+        self._modes = {size: _Mode() for size in self._row_sizes}
 
     def is_on(self, num_rows: int) -> bool:
         """Whether the drafter is asked in a step of `num_rows` rows."""
@@ -72,5 +71,4 @@ class DraftSwitch:
         return True
 
     def _mode(self, num_rows: int) -> _Mode:
-        index = bisect.bisect_left(self._row_sizes, num_rows)
-        return self._modes[min(index, len(self._modes) - 1)]
+        return self._modes[decode_size(self._row_sizes, num_rows)]

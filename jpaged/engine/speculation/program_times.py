@@ -1,9 +1,10 @@
 """Estimated seconds of the programs that decode with and without drafts, from the times of runs of steps."""
 
+import bisect
 import collections
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 RATE = 0.2           # share of a run's error that is corrected; after few measurements more, as in a mean
 FIRST_STEPS = 4      # whose lowest time is the first estimate
@@ -21,6 +22,11 @@ class ProgramKind(enum.Enum):
 
 
 Program = tuple[ProgramKind, int]
+
+
+def decode_size(row_sizes: Sequence[int], num_rows: int) -> int:
+    """Rows of the decode program of a step with `num_rows` rows. row_sizes: of all decode programs, ascending."""
+    return row_sizes[min(bisect.bisect_left(row_sizes, num_rows), len(row_sizes) - 1)]
 
 
 @dataclasses.dataclass(slots=True)

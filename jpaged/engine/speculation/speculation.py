@@ -33,7 +33,7 @@ from jpaged.engine.speculation.function import FunctionDrafter
 from jpaged.engine.speculation.model_drafts import DraftRow, HeadDrafts, HeadRow, ModelDrafts
 from jpaged.engine.speculation.ngram import NgramDrafter
 from jpaged.engine.speculation.prediction import PredictionDrafter
-from jpaged.engine.speculation.program_times import Program, ProgramKind
+from jpaged.engine.speculation.program_times import Program, ProgramKind, decode_size
 from jpaged.engine.speculation.suffix import SuffixDrafter
 from jpaged.engine.step_plan import HeadPlan, ModelDraftPlan, Runner, StepPlan
 from jpaged.errors import EngineError
@@ -86,7 +86,8 @@ class Speculation:
         self._row_sizes = sorted(row_sizes)
         self._rates: dict[Request, _Rates] = {}
         self._switch = DraftSwitch(row_sizes)
-        self._is_on = False  # the switch, for the step that is being planned
+        self._has_room = False  # for drafts, in the step that is being planned
+        self._is_on = False     # the drafter, in this step
         self._skipped = SKIPPED if self._model is None else MODEL_SKIPPED
         if self._head is not None:
             self._skipped = HEAD_SKIPPED + self._head.block_size
@@ -112,11 +113,12 @@ class Speculation:
     def begin_step(self, sizes: Sequence[int], num_rows: int) -> None:
         """Note that a step of `num_rows` rows is being planned. sizes: `Runner.verify_sizes`."""
         self._budget.verify_sizes = sizes
-        self._is_on = bool(sizes) and 0 < num_rows < sizes[-1] and self._switch.is_on(num_rows)
+        self._has_room = bool(sizes) and 0 < num_rows < sizes[-1]
+        self._is_on = self._has_room and self._switch.is_on(num_rows)
 
     def may_draft(self, requests: Sequence[Request]) -> bool:
         """Whether some of the decodes of a step may have drafts. False costs next to nothing."""
-        return bool(requests) and (self._is_on or any(map(_has_own_source, requests)))
+        return self._has_room and (self._is_on or any(map(_has_own_source, requests)))
 
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> Iterator[tuple[Request, Draft]]:
         """Drafts of some of the decodes of a step. Empty where drafts would not make the step faster.
@@ -199,7 +201,7 @@ class Speculation:
         if self._num_new:
             self._switch.note_new(num_rows, self._num_new)
             self._num_new = 0
-        run, bucket = self._run, self._row_sizes[bisect.bisect_left(self._row_sizes, num_rows)]
+        run, bucket = self._run, decode_size(self._row_sizes, num_rows)
         if run is None or run.bucket != bucket:
             run = self._run = _Run(bucket, SKIPPED)
         if run.skip:

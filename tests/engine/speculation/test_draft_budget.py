@@ -219,7 +219,7 @@ def test_rejected_rows_get_no_drafts_and_are_tried_rarely():
 def test_the_host_need_not_propose_for_a_paused_row():
     device = Device(DEVICES["memory-bound"])
     while not device.rows or not device.budget.is_paused(device.rows[0]):
-        assert device.budget.may_pay(device.rows) or not device.rows or device.budget.seconds(DECODE, 1) is None
+        assert device.budget.may_pay(device.rows) or not device.rows or device.budget._times.seconds(DECODE, 1) is None
         device.step([0.0])
     assert not device.budget.may_pay(device.rows)
     for _ in range(FIRST_PAUSE):

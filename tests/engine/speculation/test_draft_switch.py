@@ -60,7 +60,7 @@ def test_one_slow_run_does_not_turn_it_off():
 
 @dataclasses.dataclass
 class Plan:
-    """What `note_step` reads of a step plan."""
+    """The fields of a step plan that `note_step` reads."""
 
     rows: list[int]
     drafts: object = None
@@ -131,7 +131,7 @@ def test_a_trial_that_costs_much_ends_early():
 def test_a_new_request_is_tried_sooner(new, runs):
     """The drafter costs 1.2. It looks better by DRIFT a run, and by FIRST_DRIFT if all requests are new."""
     switch = DraftSwitch([8])
-    switch._modes[0].costs = {False: Estimate(1.0, count=50), True: Estimate(1.2, count=50)}
+    switch._modes[8].costs = {False: Estimate(1.0, count=50), True: Estimate(1.2, count=50)}
     switch.note_new(8, new)
     assert costs(switch, 100, off=1.0, on=1.2, rows=8).index(True) == pytest.approx(runs, abs=1)
 
