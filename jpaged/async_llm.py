@@ -13,11 +13,13 @@ import asyncio
 import dataclasses
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.engine import Output
 from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.request_group import RequestGroup
@@ -33,6 +35,7 @@ from jpaged.frontend.prefill import prefill
 from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
 from jpaged.frontend.watchdog import STALL_SECONDS
 from jpaged.lifetime import close_when_collected, using_device
+from jpaged.lora.request import LoRARequest
 from jpaged.outputs import PoolingRequestOutput, RequestOutput
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -86,6 +89,7 @@ class AsyncLLM(EngineAccess):
         priority: int = 0,
         refuse_cut: bool = False,
         on_admitted: Callable[[], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt as they arrive. The last one is `finished`. `output_kind` sets their content.
 
@@ -96,13 +100,14 @@ class AsyncLLM(EngineAccess):
         refuse_cut:      raise RequestError if prompt and max_tokens exceed max_model_len. Otherwise the answer ends
             at max_model_len, with finish_reason 'length'.
         on_admitted:     called when the queue has accepted the request.
+        lora_request:    LoRA adapter; None: the base model alone. Needs enable_lora=True.
 
         A beam search and `best_of` yield one output, at the end. Raises, before the first output, RequestError for a
         bad request and CapacityError if the queue is full. Raises EngineError when the device fails. Closing or
         cancelling the generator aborts the request.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        outputs = self._outputs(prompt, params, request_id, priority, refuse_cut, on_admitted)
+        outputs = self._outputs(prompt, params, request_id, priority, refuse_cut, on_admitted, lora_request)
         return cast(AsyncGenerator[RequestOutput, None], outputs)
 
     def encode(
@@ -129,6 +134,7 @@ class AsyncLLM(EngineAccess):
         priority: int,
         refuse_cut: bool = False,
         on_admitted: Callable[[], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[Output, None]:
         request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if request_id in self._streams:
@@ -141,7 +147,10 @@ class AsyncLLM(EngineAccess):
         requester = Requester(current_client.get(), left.is_set)
         try:
             self._engine_thread.check_room()  # checks the process too: a forked child has no threads
-            work = partial(self._process, request_id, prompt, params, priority, refuse_cut, requester)
+            adapter = self._adapter_of(lora_request)
+            if adapter is not None:  # other requests go on while it is read
+                await asyncio.wrap_future(adapter, loop=loop)
+            work = partial(self._process, request_id, prompt, params, priority, refuse_cut, requester, adapter)
             request_group, prefixes = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
                 await asyncio.wrap_future(request_group.grammar, loop=loop)
@@ -180,12 +189,15 @@ class AsyncLLM(EngineAccess):
         priority: int,
         refuse_cut: bool,
         requester: Requester,
+        adapter: Future[LoadedAdapter] | None,
         cancelled: Callable[[], bool],
     ) -> tuple[RequestGroup, Sequence[int]]:
         """Return the request group, and the names of its prefixes for the router."""
         process = partial(self.engine.inputs.process, request_id, prompt, params, stream=True, priority=priority)
         try:
-            request_group = process(refuse_cut=refuse_cut, cancelled=cancelled, requester=requester)
+            request_group = process(
+                refuse_cut=refuse_cut, cancelled=cancelled, requester=requester, adapter=adapter
+            )
             return request_group, self._engine_thread.prefixes(request_group)
         except Exception:
             raise
@@ -207,6 +219,23 @@ class AsyncLLM(EngineAccess):
             if stream is not None:
                 stream.aborted = True
                 self._engine_thread.abort(one)
+
+    async def add_lora(
+        self, adapter: LoRARequest | str, arrays: Mapping[str, Any] | None = None, *, lora_alpha: float | None = None,
+        use_rslora: bool = False,
+    ) -> bool:  # fmt: skip
+        """Read a LoRA adapter before it is needed, or add one of live arrays. As `LLM.add_lora`."""
+        future = self._added_adapter(adapter, arrays, lora_alpha, use_rslora=use_rslora)
+        await asyncio.wrap_future(future)
+        return True
+
+    async def remove_lora(self, adapter: str | int) -> bool:
+        """Forget a LoRA adapter, by name or lora_int_id. Running requests keep it. False if there is none."""
+        return self.adapters.remove(adapter)
+
+    async def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each LoRA adapter that the engine knows."""
+        return {known.int_id for known in self.adapters.known()}
 
     async def check_health(self) -> None:
         """Raise EngineError if an engine has ended, its last step failed, it stalls, or its integrity check failed.
@@ -296,6 +325,8 @@ class AsyncLLM(EngineAccess):
             return
         self._collected.detach()
         _close(self._engine_thread, self._tokenising)
+        if self._adapters is not None:
+            self._adapters.close()
 
 
 def _close(engine_thread: EngineThread | EngineThreads, tokenising: TokeniserThreads) -> None:

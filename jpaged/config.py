@@ -240,6 +240,24 @@ class EngineConfig:
     grammar_cache_size: int = 64
     """Number of compiled grammars kept in memory for later requests with the same grammar."""
 
+    enable_lora: bool = False
+    """Accept requests with LoRA adapters. Each step may have requests of any mix of adapters."""
+
+    max_loras: int = 8
+    """Number of LoRA adapters that are on the device at a time, and so in one step. Requests of further adapters wait
+    until one of these has no running request. Each takes device memory for max_lora_rank."""
+
+    max_lora_rank: int = 16
+    """Largest rank of a LoRA adapter. Smaller ranks read less memory in a step."""
+
+    max_cpu_loras: int | None = None
+    """Number of LoRA adapters that are kept in host memory, at least max_loras. Others are read again from their
+    folders when they are needed. Default: the larger of 16 and twice max_loras."""
+
+    lora_dtype: str = "auto"
+    """Type of LoRA adapters on the device: auto, bfloat16, float16, float32. auto is the type of the checkpoint, also on
+    CPU, where the weights themselves may be float32."""
+
     speculative_config: SpeculationConfig | None = None
     """Speculative decoding, as a JSON object with vLLM's keys, such as {"method": "ngram", "num_speculative_tokens":
     5}. Methods: ngram, suffix, draft_model, eagle3, mtp, custom. Answers do not change; docs/speculative_decoding.md

@@ -68,6 +68,11 @@ class EngineArguments(TypedDict, total=False):
     grammar_compile_timeout: float
     jump_forward: bool
     grammar_cache_size: int
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
+    lora_dtype: str
     speculative_config: SpeculationConfig | Mapping[str, Any] | None
     compilation_cache_dir: str | None
     row_buckets: Sequence[int] | None
@@ -90,7 +95,6 @@ class EngineArguments(TypedDict, total=False):
     enforce_eager: Any
     enable_chunked_prefill: Any
     max_seq_len_to_capture: Any
-    enable_lora: Any
     guided_decoding_backend: Any
     limit_mm_per_prompt: Any
     tokenizer_mode: Any

@@ -18,6 +18,7 @@ from typing import Any, Self, Unpack, cast
 
 from jpaged.chat.prompt import RenderOptions
 from jpaged.chat.turn import ChatFormats, chat_turn
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.kv_cache.handover import KVHandover
@@ -35,6 +36,7 @@ from jpaged.frontend.progress import Progress, UseTqdm
 from jpaged.frontend.prompts import one_each, prompt_list, with_prompt_index
 from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.lifetime import call_at_exit, close_when_collected, end_thread, using_device
+from jpaged.lora.request import LoRARequest
 from jpaged.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -53,6 +55,7 @@ from jpaged.snapshot import EngineSnapshot
 
 Message = Mapping[str, Any]  # role and content
 Params = SamplingParams | PoolingParams
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 INSPECT_SECONDS = 0.05  # interval at which `inspect` tries to answer itself, if no call of another thread does
 
 
@@ -98,6 +101,7 @@ class LLM(EngineAccess):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts. Returns one output per prompt, in the same order.
@@ -105,13 +109,15 @@ class LLM(EngineAccess):
         prompts: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; or a list of these.
         sampling_params: one for all prompts, or a list with one each. None: the model's generation_config.json.
         use_tqdm: show a progress bar, on a terminal or in a notebook; or a callable to use instead of `tqdm.tqdm`.
+        lora_request: LoRA adapter of all prompts, or a list with one each; None: the base model. Needs enable_lora=True.
         priority: one for all prompts, or a list with one each. With scheduling_policy="priority", lower starts first.
 
         Raises RequestError for the first bad prompt, before any prompt runs. Raises EngineError when the device fails;
         the next call runs normally.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        return cast(list[RequestOutput], self._answer(prompts, "sampling_params", params, use_tqdm, priority))
+        outputs = self._answer(prompts, "sampling_params", params, use_tqdm, priority, lora_request)
+        return cast(list[RequestOutput], outputs)
 
     def score(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: UseTqdm = True) -> list[ScoreOutput]:
         """Return how likely each token of each text is, given the tokens before it. One output per text, in order.
@@ -163,9 +169,35 @@ class LLM(EngineAccess):
             raise EngineError(f"{method} is for one engine, and data_parallel_size={self.num_engines}")
         return engine
 
+    def add_lora(
+        self, adapter: LoRARequest | str, arrays: Mapping[str, Any] | None = None, *, lora_alpha: float | None = None,
+        use_rslora: bool = False,
+    ) -> bool:  # fmt: skip
+        """Read a LoRA adapter before it is needed, or add one of live arrays. Waits until it is in host memory.
+
+        adapter:    a `LoRARequest`; or with `arrays` the adapter's name. If it is in use, later calls get the new one.
+        arrays:     arrays [rank, in] and [out, rank] by PEFT's names, such as
+            "model.layers.0.self_attn.q_proj.lora_A.weight". They are copied.
+        lora_alpha: with `arrays`: B (A x) is multiplied by lora_alpha / rank, or lora_alpha / sqrt(rank) with
+            `use_rslora`.
+
+        Raises RequestError and ModelLoadError as `generate`. Returns True.
+        """
+        self._added_adapter(adapter, arrays, lora_alpha, use_rslora=use_rslora).result()
+        return True
+
+    def remove_lora(self, adapter: str | int) -> bool:
+        """Forget a LoRA adapter, by name or lora_int_id. Running requests keep it. False if there is none."""
+        return self.adapters.remove(adapter)
+
+    def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each LoRA adapter that the engine knows."""
+        return {known.int_id for known in self.adapters.known()}
+
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = True
-    ) -> list[BeamSearchOutput]:
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
+    ) -> list[BeamSearchOutput]:  # fmt: skip
         """Find the most likely answers to prompts. Returns one output per prompt, in order, each with its sequences.
 
         This is `generate` with `use_beam_search`, with vLLM's signature. Raises the errors of `generate`.
@@ -173,7 +205,8 @@ class LLM(EngineAccess):
         if not isinstance(params, BeamSearchParams):
             raise RequestError("params", params, "must be a jpaged.BeamSearchParams")
         found = []
-        for output in self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm):
+        sampling_params = params.sampling_params()
+        for output in self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request):
             prompt = output.prompt
             if prompt is None and self._tokenizer is not None:
                 prompt = self._tokenizer.decode(output.prompt_token_ids)
@@ -241,6 +274,7 @@ class LLM(EngineAccess):
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         reasoning_tags: Sequence[str] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of conversations, rendered by a chat template.
 
@@ -254,6 +288,7 @@ class LLM(EngineAccess):
             derived from the template.
         reasoning_parser: how the model writes reasoning: deepseek_r1, qwen3.
         reasoning_tags: (start, end), for a model that no reasoning_parser fits.
+        lora_request: as for `generate`.
 
         With tools or a reasoning parser, each answer has a `message`: its content, reasoning and tool calls. Raises the
         errors of `generate`.
@@ -282,6 +317,7 @@ class LLM(EngineAccess):
             [turn.prompt for turn in turns],
             [turn.sampling_params(one) for turn, one in zip(turns, params, strict=True)],
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
         )
         if tools or formats.reasoning:
             for turn, output in zip(turns, outputs, strict=True):
@@ -354,6 +390,8 @@ class LLM(EngineAccess):
                 self._collected.detach()
                 self._forget_exit()
                 _close(self.engines)
+                if self._adapters is not None:
+                    self._adapters.close()
                 self._engine = None
 
     def __enter__(self) -> Self:
@@ -410,25 +448,30 @@ class LLM(EngineAccess):
         params: Params | Sequence[Params],
         use_tqdm: UseTqdm,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[Output]:
         """Run prompts to their end. Returns their last outputs, in order. name: name of `params` in error messages."""
         refuse_tracing()
         each = prompt_list(prompts)
         params = one_each(name, params, len(each))
         priorities = one_each("priority", 0 if priority is None else priority, len(each))
+        lora_requests = one_each("lora_request", lora_request, len(each))
         with self._exclusive("generate"), DeferredInterrupt() as interrupt:
             engine = self.engine
             if self._asleep:
                 raise EngineError(f"the LLM sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
             for one in params[:1]:
                 check_task(engine.inputs.limits.pooling, one)  # here, so that the error names no prompt
+            adapters = {one: self._adapter_of(one) for one in dict.fromkeys(lora_requests)}  # each is read once
             request_groups = [
-                self._request_group(engine, index, prompt, param, len(each), priority)
-                for index, (prompt, param, priority) in enumerate(zip(each, params, priorities, strict=True))
+                self._request_group(engine, index, prompt, param, len(each), priority, adapters[lora])
+                for index, (prompt, param, priority, lora) in enumerate(
+                    zip(each, params, priorities, lora_requests, strict=True)
+                )
             ]
             ids = {group.request_id for group in request_groups}
             for index, group in enumerate(request_groups):
-                _await_grammar(group, index, len(request_groups))
+                _await_parts(group, index, len(request_groups))
             reads = all(isinstance(param, PoolingParams) or param.max_tokens == 1 for param in params)
             progress = Progress(use_tqdm, len(ids), self.stats, counts_prompts=reads)
             try:
@@ -445,12 +488,13 @@ class LLM(EngineAccess):
         return [finals[group.request_id] for group in request_groups]
 
     def _request_group(
-        self, engine: Engine, index: int, prompt: Prompt, params: Params, count: int, priority: int
-    ) -> RequestGroup:
+        self, engine: Engine, index: int, prompt: Prompt, params: Params, count: int, priority: int,
+        adapter: Future[LoadedAdapter] | None = None,
+    ) -> RequestGroup:  # fmt: skip
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            group = engine.inputs.process(request_id, prompt, params, priority=priority)
+            group = engine.inputs.process(request_id, prompt, params, priority=priority, adapter=adapter)
             engine.admission.check_fits(group)
             return group
         except RequestError as error:
@@ -480,7 +524,7 @@ class LLM(EngineAccess):
         ids: list[set[str]] = [set() for _ in engines]
         last = math.ceil(len(request_groups) / len(engines)) - 1  # an engine with more requests has its full share
         for group in request_groups:
-            prefixes = prefix_names(group.prompt_token_ids, engines[0].runner.block_size, group.cache_salt)
+            prefixes = prefix_names(group.prompt_token_ids, engines[0].runner.block_size, group.prefix_salt)
             index = self._router.choose(prefixes, [len(each) for each in ids], bound=last)
             engines[index].add(group)
             ids[index].add(group.request_id)
@@ -572,10 +616,15 @@ def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) ->
     return cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
 
 
-def _await_grammar(group: RequestGroup, index: int, count: int) -> None:
-    """Wait until the grammar of a prompt's answer is compiled. Raises RequestError if it cannot be."""
+def _await_parts(group: RequestGroup, index: int, count: int) -> None:
+    """Wait until the grammar of a prompt's answer is compiled, and its adapter is in memory.
+
+    Raises RequestError for the grammar, and ModelLoadError for the adapter.
+    """
     if group.grammar is not None:
         try:
             group.grammar.result()
         except RequestError as error:
             raise with_prompt_index(error, index, count) from None
+    if group.adapter is not None:
+        group.adapter.result()

@@ -1,38 +1,56 @@
 """LoRA adapters: which matrices of a decoder they may change, and the arrays that hold them.
 
 An adapter adds scale * B (A x) to the result of a matmul W x, with A [rank, in] and B [out, rank] (arXiv:2106.09685).
-Every matrix has a pool of adapters on the device, a fixed number of slots. A token names its slot, so one program serves
-any mix of adapters.
+Every matrix has a pool of adapters on the device, with a fixed number of slots. A token names its slot, so one program
+serves any mix of adapters.
 
 A fused matrix has several parts, each with its own A: qkv has q, k and v, and gate_up has gate and up.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jpaged.models.spec import DecoderSpec, WeightLayout
+from pallas_kernels import grouped_lora, lora_expand
 
-# (part, width): the next `width` outputs of a matrix belong to this part. The pattern repeats until all outputs have one
+# (part, width): the next `width` outputs of a matrix belong to this part. Repeated until all outputs have a part
 Pattern = tuple[tuple[int, int], ...]
+
+NO_ADAPTER = -1  # slot of a token that uses the base model alone
+LM_HEAD, EMBED = "lm_head", "embed"
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterTarget:
     """A matrix of the decoder that adapters may change, with its size in all layers that have it."""
 
-    leaf: str                # name in `spec.param_shapes`
-    layers: tuple[int, ...]  # layers that have it, in order; (0,) if it belongs to no layer
+    leaf: str                   # name in `spec.param_shapes`
+    layers: tuple[int, ...]     # layers that have it, in order; (0,) if it belongs to no layer
     inputs: int
-    outputs: int             # of one expert, if it has experts
-    pattern: Pattern
-    experts: int = 1         # matrices per layer
+    # axes of the outputs, of one expert: [kv_heads, q_per_kv + 2, head_dim], [2, inter] or [out]
+    out_shape: tuple[int, ...]
+    experts: int = 1            # matrices per layer
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of one expert."""
+        return math.prod(self.out_shape)
 
     @property
     def num_parts(self) -> int:
         """Number of matrices A per slot."""
-        return 1 + max(part for part, _ in self.pattern)
+        return num_parts(self.out_shape)
+
+    @property
+    def pattern(self) -> Pattern:
+        return pattern(self.out_shape)
 
     def index(self, layer: int) -> int:
         """Index of a layer in the arrays of the pool."""
@@ -70,19 +88,34 @@ class Adapter:
         return sum(matrix.num_bytes for matrix in self.matrices.values())
 
 
+def num_parts(out_shape: tuple[int, ...]) -> int:
+    """Number of parts of a matrix with these output axes: 3 for fused qkv, 2 for fused gate and up, else 1."""
+    return len(out_shape)
+
+
+def pattern(out_shape: tuple[int, ...]) -> Pattern:
+    """The parts of a matrix's outputs, in order."""
+    match out_shape:
+        case (_, heads, head_dim):
+            return (0, (heads - 2) * head_dim), (1, head_dim), (2, head_dim)
+        case (2, width):
+            return (0, width), (1, width)
+        case _:
+            return ((0, out_shape[0]),)
+
+
 def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) -> tuple[AdapterTarget, ...]:
     """The matrices of a model that adapters may change: attention, feed-forward networks, experts, embedding, lm_head.
 
-    Not with latent attention: its projections are read in several ways.
+    The projections of latent attention are not among them: they are read in several ways.
     """
     hidden, head_dim, every = spec.hidden_size, spec.head_dim, tuple(range(spec.num_layers))
     embed = spec.embed_size or hidden
     found: list[AdapterTarget] = []
 
-    def add(leaf: str, layers: tuple[int, ...], inputs: int, *pattern: int, repeats: int = 1, experts: int = 1) -> None:
+    def add(leaf: str, layers: tuple[int, ...], inputs: int, *out_shape: int, experts: int = 1) -> None:
         if layers:
-            outputs = repeats * sum(pattern)
-            found.append(AdapterTarget(leaf, layers, inputs, outputs, tuple(enumerate(pattern)), experts))
+            found.append(AdapterTarget(leaf, layers, inputs, out_shape, experts))
 
     heads, kv_heads = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
     if spec.latent is None:
@@ -90,8 +123,7 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
             for name, outputs in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
                 add(name, every, hidden, outputs)
         else:
-            group = spec.q_per_kv * head_dim
-            add("qkv", every, hidden, group, head_dim, head_dim, repeats=spec.num_kv_heads)
+            add("qkv", every, hidden, spec.num_kv_heads, spec.q_per_kv + 2, head_dim)
         add("o", every, heads, hidden)
     sparse = tuple(layer for layer in every if spec.is_sparse(layer))
     dense = tuple(layer for layer in every if layer not in sparse)
@@ -102,16 +134,136 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
         add("gate", dense, hidden, inter)
         add("up", dense, hidden, inter)
     else:
-        add("gate_up", dense, hidden, inter, inter)
+        add("gate_up", dense, hidden, 2, inter)
     add("down", dense, inter, hidden)
     if spec.experts is not None:
         e = spec.experts
-        add("expert_gate_up", sparse, hidden, e.intermediate_size, e.intermediate_size, experts=e.num)
+        add("expert_gate_up", sparse, hidden, 2, e.intermediate_size, experts=e.num)
         add("expert_down", sparse, e.intermediate_size, hidden, experts=e.num)
         if e.shared_size:
-            add("shared_gate_up", sparse, hidden, e.shared_size, e.shared_size)
+            add("shared_gate_up", sparse, hidden, 2, e.shared_size)
             add("shared_down", sparse, e.shared_size, hidden)
-    add("embed", (0,), spec.vocab_size, embed)
+    add(EMBED, (0,), spec.vocab_size, embed)
     if not spec.pools:
-        add("lm_head", (0,), embed, spec.vocab_size)
+        add(LM_HEAD, (0,), embed, spec.vocab_size)
     return tuple(found)
+
+
+# -- on the device ------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdapterPool:
+    """The slots of one `AdapterTarget`."""
+
+    a: Any       # [layers, slots, experts, parts, rank, in]; of the embedding: [1, slots, 1, vocab, rank]
+    b: Any       # [layers, slots, experts, rank, *out_shape]
+    ranks: Any   # int32[layers, slots, experts, parts]
+    scales: Any  # float32[layers, slots, experts, parts]
+
+    def operands(self) -> tuple[Array, Array, Array, Array]:
+        """The arrays as `grouped_lora` reads them: each expert of a slot is a slot, and the outputs are one axis."""
+        layers, slots, experts, rank = self.b.shape[:4]
+        size = slots * experts
+        a = self.a.reshape(layers, size, *self.a.shape[3:])
+        b = self.b.reshape(layers, size, rank, -1)
+        return a, b, self.ranks.reshape(layers, size, -1), self.scales.reshape(layers, size, -1)
+
+
+Pools = Mapping[str, AdapterPool]  # by leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerAdapters:
+    """The pools as one layer reads them."""
+
+    pools: Pools
+    slots: Int[Array, " tokens"]  # slot of each token; NO_ADAPTER: the base model alone
+    layer: Mapping[str, Array]    # int32[]: index of the layer in each pool
+
+
+def pool_shapes(targets: tuple[AdapterTarget, ...], *, slots: int, rank: int, dtype: Any) -> dict[str, AdapterPool]:
+    """The pools of an engine on one device, as ShapeDtypeStructs. rank: the largest rank of an adapter."""
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+
+    def pool(target: AdapterTarget) -> AdapterPool:
+        lead = (len(target.layers), slots, target.experts)
+        of_a = (target.inputs, rank) if target.leaf == EMBED else (target.num_parts, rank, target.inputs)
+        return AdapterPool(
+            a=array(dtype, *lead, *of_a), b=array(dtype, *lead, rank, *target.out_shape),
+            ranks=array(np.int32, *lead, target.num_parts), scales=array(np.float32, *lead, target.num_parts),
+        )  # fmt: skip
+
+    return {target.leaf: pool(target) for target in targets}
+
+
+def layer_adapters(
+    pools: Pools, targets: tuple[AdapterTarget, ...], slots: Int[Array, " tokens"], layer: int
+) -> LayerAdapters:
+    """The pools of a layer's matrices. layer: its index in the model."""
+    index = {t.leaf: t.index(layer) for t in targets if layer in t.layers and t.leaf not in (EMBED, LM_HEAD)}
+    here = {leaf: pools[leaf] for leaf in index}
+    return LayerAdapters(here, slots, {leaf: jnp.int32(number) for leaf, number in index.items()})
+
+
+def has_adapters(leaf: str, adapters: LayerAdapters | None) -> bool:
+    """True if adapters may change the matrix `leaf`."""
+    return adapters is not None and leaf in adapters.pools
+
+
+def with_adapters(
+    leaf: str, x: Float[Array, "rows in"], out: Float[Array, "rows out"], adapters: LayerAdapters | None,
+    num_rows: Int[Array, ""] | None,
+) -> Float[Array, "rows out"]:  # fmt: skip
+    """The result `out` of the matmul of x with `leaf`, plus each row's adapter. num_rows: needed rows; None: all."""
+    if adapters is None or leaf not in adapters.pools:
+        return out
+    pool = adapters.pools[leaf]
+    return _add(pool, x, out, adapters.slots, adapters.layer[leaf], num_rows)
+
+
+def with_expert_adapters(
+    leaf: str, x: Float[Array, "blocks rows in"], out: Float[Array, "blocks rows out"],
+    token_of_row: Int[Array, "blocks rows"], expert_of_block: Int[Array, " blocks"],
+    rows_of_block: Int[Array, " blocks"], adapters: LayerAdapters | None,
+) -> Float[Array, "blocks rows out"]:  # fmt: skip
+    """`with_adapters` for blocks of rows, each with its expert. rows_of_block: needed rows, 0 for an unused block."""
+    if adapters is None or leaf not in adapters.pools:
+        return out
+    pool = adapters.pools[leaf]
+    slots = jnp.take(adapters.slots, token_of_row, axis=0)
+    used = jnp.arange(x.shape[1]) < rows_of_block[:, None]
+    slots = jnp.where(used & (slots >= 0), slots * pool.b.shape[2] + expert_of_block[:, None], NO_ADAPTER)
+    flat = x.reshape(-1, x.shape[2]), out.reshape(-1, out.shape[2])
+    return _add(pool, *flat, slots.reshape(-1), adapters.layer[leaf], None).reshape(out.shape)
+
+
+def with_embedding_adapters(
+    x: Float[Array, "tokens width"], token_ids: Int[Array, " tokens"], pool: AdapterPool,
+    slots: Int[Array, " tokens"], num_rows: Int[Array, ""] | None,
+) -> Float[Array, "tokens width"]:  # fmt: skip
+    """Embedded tokens plus each token's adapter: row `token` of A [vocab, rank], times B."""
+    looked_up = pool.a[0, jnp.maximum(slots, 0), 0, token_ids].astype(jnp.float32)
+    _, b, ranks, scales = pool.operands()
+    count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+    return lora_expand(looked_up, x, b, ranks, scales, slots, count, layer=jnp.int32(0))
+
+
+def with_lm_head_adapters(
+    x: Float[Array, "rows width"], logits: Float[Array, "rows vocab"], pool: AdapterPool, slots: Int[Array, " rows"],
+    num_rows: Int[Array, ""] | None,
+) -> Float[Array, "rows vocab"]:  # fmt: skip
+    """float32 logits plus each row's adapter."""
+    return _add(pool, x, logits, slots, jnp.int32(0), num_rows)
+
+
+def _add(
+    pool: AdapterPool, x: Float[Array, "rows in"], out: Float[Array, "rows out"], slots: Int[Array, " rows"],
+    layer: Int[Array, ""], num_rows: Int[Array, ""] | None,
+) -> Float[Array, "rows out"]:  # fmt: skip
+    count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
+    return grouped_lora(x, out, *pool.operands(), slots, count, layer=layer, pattern=pattern(pool.b.shape[4:]))

@@ -24,6 +24,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.kv_groups import KVPlace
 from jpaged.models import rope as rotary
+from jpaged.models.adapters import (
+    EMBED,
+    LM_HEAD,
+    adapter_targets,
+    layer_adapters,
+    with_embedding_adapters,
+    with_lm_head_adapters,
+)
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layers import feed_forward, normalise, normalise_split, softcap
@@ -110,6 +118,7 @@ def decode(
     hidden: Float[Array, "tokens hidden"] | None = None,
     first_layer: int = 0,
     capture: tuple[int, ...] = (),
+    adapter_slots: Int[Array, " tokens"] | None = None,
 ) -> tuple[
     Float[Array, "tokens hidden"], tuple[Pages, ...], tuple[Int[Array, "tokens per_token"], ...],
     *tuple[Float[Array, "tokens hidden"], ...],
@@ -134,10 +143,15 @@ def decode(
     capture:   indices of layers whose input is returned, in ascending order. The input of layer i is the output of
                layer i - 1, and the input of layer 0 is the embedding. The number of layers gives the last layer's
                output. EAGLE-3 checkpoints count so, too. A pipeline stage returns those of its own layers.
+    adapter_slots: slot of each token's adapter in the pools `params["adapters"]`. None: there are no adapters.
     """
+    pools, targets = params.get("adapters", {}), ()
+    if adapter_slots is not None:
+        targets = adapter_targets(spec, layout)
     x = hidden
     if x is None:
-        x = _embed(LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards), token_ids, positions)
+        context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
+        x = _embed(context, token_ids, positions, adapter_slots)
     layers = range(first_layer, first_layer + len(params["layers"]))
     ropes = {rope for i in layers if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
@@ -150,9 +164,10 @@ def decode(
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         leaves = matrices | layer_vectors(params, i - first_layer)
+        adapters = None if adapter_slots is None else layer_adapters(pools, targets, adapter_slots, i)
         x, new_pages[place.page_array], choice = _layer(
             x,
-            LayerContext(spec, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards),
+            LayerContext(spec, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
         )  # fmt: skip
         if choice is not None:
@@ -213,6 +228,7 @@ def lm_head(
     layout: WeightLayout = WeightLayout(),
     num_rows: Int[Array, ""] | None = None,
     shards: Shards = WHOLE,
+    adapter_slots: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows output"]:
     """float32 logits of the hidden states: final norm, then the output matrix.
 
@@ -220,6 +236,7 @@ def lm_head(
 
     shards:   with several, the logits are of this device's part of the vocabulary, which may end with padding.
     num_rows: number of needed rows, which come first. None: all.
+    adapter_slots: slot of each row's adapter, as in `decode`.
     """
     context = LayerContext(spec, layout, params, num_rows=num_rows, shards=shards)
     x = normalise("final_norm", hidden, context) if spec.final_norm else hidden
@@ -231,6 +248,8 @@ def lm_head(
     if spec.pools:
         return x.astype(jnp.float32)
     logits = linear("embed" if spec.tie_embeddings else "lm_head", x, context, dtype=jnp.float32)
+    if adapter_slots is not None:
+        logits = with_lm_head_adapters(x, logits, params["adapters"][LM_HEAD], adapter_slots, num_rows)
     if spec.logit_divisor != 1:
         logits /= spec.logit_divisor
     return softcap(logits, spec.final_softcap)
@@ -277,10 +296,13 @@ LAYER_VECTORS = (
 
 
 def _embed(
-    context: LayerContext, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"], *, in_loop: bool = False
-) -> Float[Array, "tokens hidden"]:
+    context: LayerContext, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"],
+    adapter_slots: Int[Array, " tokens"] | None = None, *, in_loop: bool = False,
+) -> Float[Array, "tokens hidden"]:  # fmt: skip
     spec, params = context.spec, context.params
     x = take_rows("embed", token_ids, context, in_loop=in_loop)
+    if adapter_slots is not None:
+        x = with_embedding_adapters(x, token_ids, params["adapters"][EMBED], adapter_slots, context.num_rows)
     if spec.embed_scale != 1:
         x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jpaged.models.adapters import with_expert_adapters
 from jpaged.models.layers import gate, gate_and_up
 from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
 from jpaged.models.sharding import TENSOR, Shards, SplitWeight, splits_inputs
@@ -122,6 +123,10 @@ def _per_expert(
     out = linear_per_expert(
         name, x, blocks.expert_of_block, blocks.num_blocks_used, blocks.rows_of_block, context
     )
+    if context.adapters is not None:
+        used = jnp.arange(len(blocks.rows_of_block)) < blocks.num_blocks_used
+        rows = jnp.where(used, blocks.rows_of_block, 0)
+        out = with_expert_adapters(name, x, out, blocks.token_of_row, blocks.expert_of_block, rows, context.adapters)
     return _with_bias(name, out, blocks, context)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jpaged.models.adapters import has_adapters
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.quantization import is_quantized
 from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
@@ -88,7 +89,7 @@ def _served_gate(
 ) -> Float[Array, "tokens inter"]:
     """Input of the down projection when serving. num_rows: number of needed rows."""
     weight, activation = context.params["gate_up"], context.spec.activation
-    if not is_quantized(weight):
+    if not is_quantized(weight) and not has_adapters("gate_up", context.adapters):
         return gated_dot(x, weight, num_rows, activation=activation.value, implementation=context.gated_dot)
     if activation is Activation.SILU:
         return silu_and_mul(linear("gate_up", x, context), num_rows)

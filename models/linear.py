@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jpaged.models.adapters import LayerAdapters, with_adapters
 from jpaged.models.quantization import JoinedWeight
 from jpaged.models.sharding import TENSOR, WHOLE, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
@@ -28,7 +29,7 @@ from pallas_kernels.platforms import takes_native
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows"],
+    data_fields=["params", "cos", "sin", "real", "num_rows", "adapters"],
     meta_fields=["spec", "layout", "gated_dot", "shards", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class LayerContext:
     shards: Shards = WHOLE        # split of the leaves; `params` has this device's parts
     # called with the name and the input of each `linear` while it is traced; for calibration
     watch: Callable[[str, Array], None] | None = None
+    adapters: LayerAdapters | None = None  # LoRA adapters of the tokens; None: the engine has none
 
 
 def linear(
@@ -61,18 +63,20 @@ def linear(
     dtype:       of the result; None = x's dtype. float32 operands are multiplied in true float32 on every platform.
     min_outputs: pad a matrix [out, in] with rows of zeros to this number of outputs. The result excludes the padding.
 
-    The leaf may be a `QuantizedWeight`, or a `JoinedWeight` of several.
+    The leaf may be a `QuantizedWeight`, or a `JoinedWeight` of several. Each row's adapter is added.
     """
     weight, transposed = context.params[name], name in context.layout.transposed
     if context.watch is not None:
         context.watch(name, x)
     if not isinstance(weight, JoinedWeight):
-        return _product(weight, x, context, dtype, transposed=transposed, min_outputs=min_outputs)
-    products = []
-    for part in weight.parts:
-        product = _product(part, x, context, dtype, transposed=transposed, min_outputs=0)
-        products.append(product.reshape(x.shape[0], *part.shape[:-1]))
-    return jnp.concatenate(products, 1 + weight.axis).reshape(x.shape[0], -1)
+        out = _product(weight, x, context, dtype, transposed=transposed, min_outputs=min_outputs)
+    else:
+        products = []
+        for part in weight.parts:
+            product = _product(part, x, context, dtype, transposed=transposed, min_outputs=0)
+            products.append(product.reshape(x.shape[0], *part.shape[:-1]))
+        out = jnp.concatenate(products, 1 + weight.axis).reshape(x.shape[0], -1)
+    return with_adapters(name, x, out, context.adapters, context.num_rows)
 
 
 def _product(

@@ -136,19 +136,21 @@ class Engine:
         self.add(self.inputs.process(request_id, prompt, params, stream=stream, priority=priority))
 
     def add(self, request_group: RequestGroup) -> None:
-        """Add a request group that `inputs.process` made. Waits for its grammar, if it has one.
+        """Add a request group that `inputs.process` made. Waits for its grammar and its adapter.
 
-        Raises RequestError if its id is in use, or if its answers can never fit. Raises the grammar compiler's error.
+        Raises RequestError if its id is in use, or if its answers can never fit. Raises the errors of the grammar
+        compiler and of the adapter's reader.
         """
         request_id, params = request_group.request_id, request_group.params
         if request_id in self._outputs.request_groups:
             raise RequestError("request_id", request_id, "is in use by a running request: choose another")
         self.admission.check_fits(request_group)
+        adapter = None if request_group.adapter is None else request_group.adapter.result()
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
         prompt_len = len(request_group.prompt_token_ids)
         shares = self.options.enable_prefix_caching and self.runner.prefix_cacheable(prompt_len)
         for request in request_group.requests:
-            request.admit(seed=seed, arrival=self._num_arrived + request.index)
+            request.admit(seed=seed, arrival=self._num_arrived + request.index, adapter=adapter)
             self._manager.names.admit(request, salt=request_group.cache_salt, shares=shares)
         self._num_arrived += len(request_group.requests)
         self._outputs.add(request_group)
@@ -408,7 +410,7 @@ class Engine:
         )  # fmt: skip
         limits = SchedulerLimits(
             runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len,
-            runner.num_stages, runner.max_drafts,
+            runner.num_stages, runner.max_drafts, runner.num_adapter_slots,
         )
         self.scheduler = Scheduler(
             self._manager, limits, options.scheduling, counters=counters, speculation=self._speculation(),

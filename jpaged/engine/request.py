@@ -25,6 +25,7 @@ from typing import cast
 
 import numpy as np
 
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.grammar import GrammarMatcher
 from jpaged.engine.kv_cache.block_table import KVState
 from jpaged.engine.output.answer_text import AnswerText
@@ -132,6 +133,7 @@ class Request:
     pools_tokens: bool = False     # the answer has a vector for each token of the prompt
     prediction_token_ids: tuple[int, ...] = ()  # expected answer, whose tokens may become drafts; empty: none
     extras: SamplingExtras | None = None  # sampling state that has no column in the request table
+    adapter: LoadedAdapter | None = None  # LoRA adapter; set by `admit`. None: the base model alone
 
     token_ids: list[int] = dataclasses.field(init=False)     # known tokens: the prompt, then the output
     sampler: SamplerVariant = dataclasses.field(init=False)  # smallest sampler that a step needs for this request
@@ -156,9 +158,9 @@ class Request:
         if params.repetition_detection is not None:
             output.repetition = RepetitionWatch(cast(RepetitionDetectionParams, params.repetition_detection))
 
-    def admit(self, *, seed: int, arrival: int) -> None:
+    def admit(self, *, seed: int, arrival: int, adapter: LoadedAdapter | None = None) -> None:
         """Set what only the engine knows when the request is added."""
-        self.seed, self.arrival = seed, arrival
+        self.seed, self.arrival, self.adapter = seed, arrival, adapter
 
     @property
     def prompt_len(self) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 from concurrent.futures import Future
 
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.grammar import Grammar
 from jpaged.engine.request import Request
 from jpaged.engine.strategies.base import Strategy
@@ -24,6 +25,14 @@ class RequestGroup:
     streams: bool = False         # emit every new token, not only the final output
     cache_salt: str = ""          # requests share blocks only if their salts are equal
     grammar: Future[Grammar] | None = None  # structured outputs; compiled when the request group is added
+    adapter: Future[LoadedAdapter] | None = None  # LoRA adapter; in host memory when the request group is added
+
+    @property
+    def prefix_salt(self) -> str:
+        """Requests with different ones share no KV. For routers, which name prefixes themselves."""
+        if self.adapter is None:
+            return self.cache_salt
+        return f"{self.cache_salt} {self.adapter.result().key}"
 
     @property
     def first(self) -> Request:

@@ -27,6 +27,7 @@ NOTHING_ALLOWED = -1  # no id may be sampled
 NOT_FINITE = -2       # the largest logit is NaN or infinite
 
 FROM_DEVICE = -1  # in `DraftPlan.first`
+NO_ADAPTER = -1   # slot of a request that uses the base model alone
 
 
 class SamplerVariant(enum.IntEnum):
@@ -116,6 +117,7 @@ class RowInit:
     processors: int = 0            # bit i is set if the request uses custom processor i
     logprobs: bool = False         # return log-probabilities of this row's tokens; if False, they are undefined
     extras: RowExtras | None = None
+    adapter_slot: int = NO_ADAPTER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,6 +181,14 @@ class HeadPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """A LoRA adapter to write into a slot on the device."""
+
+    slot: int
+    content: Any  # of `Runner.adapter_content`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """Input of one step, as host arrays.
 
@@ -211,9 +221,12 @@ class StepPlan:
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
     # masks that change before this step samples, and are known now; `Runner.sample` adds those known later
     masks: tuple[RowMask, ...] = ()
-    # int32[2, S]  prompt tokens to score. scored[0]: index among the step's tokens (decodes first, then prompt_tokens).
-    # scored[1]: id of the next token, whose log-probability is requested; of the token itself if the model pools
-    scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0), np.int32))
+    # int32[3, S]  prompt tokens to score. scored[0]: index among the step's tokens (decodes first, then prompt_tokens).
+    # scored[1]: id of the next token, whose log-probability is requested; of the token itself if the model pools.
+    # scored[2]: slot of the request's adapter
+    scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((3, 0), np.int32))
+    # adapters to write into their slots before the step, in order
+    adapter_loads: tuple[AdapterLoad, ...] = ()
     # Some masks depend on tokens in flight, or are computed while the forward program runs (grammars, reasoning
     # budgets). The step does not sample until `Runner.sample` is called with them.
     waits_for_masks: bool = False
@@ -317,6 +330,7 @@ class Runner(Protocol[HandleT]):
     # Smallest jump worth taking, in forced tokens per running request. A jump makes the step longer for all requests.
     min_jump_per_request: float
     max_drafts: int  # most drafts per row of a verify step; 0: the engine does not speculate
+    num_adapter_slots: int  # LoRA adapters that are on the device at a time; 0: requests have none
 
     @property
     def compiles_after_ready(self) -> int:
@@ -373,6 +387,10 @@ class Runner(Protocol[HandleT]):
 
         Waits for the drafter, which runs before the step.
         """
+        ...
+
+    def adapter_content(self, adapter: Any) -> Any:
+        """A `models.adapters.Adapter` as `AdapterLoad.content`. Any thread may call it."""
         ...
 
     @property

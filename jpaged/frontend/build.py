@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
+from jpaged.engine.adapters.adapter_registry import AdapterRegistry
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.grammar import GrammarLimits
 from jpaged.engine.strategies.pooled_outputs import Pooling, activation_of, labels_of
@@ -51,6 +52,7 @@ class BuiltEngine:
     tokenizer: Any | None                    # transformers.PreTrainedTokenizerBase
     default_sampling_params: SamplingParams  # for requests without their own
     others: tuple[Engine, ...] = ()          # further engines, with data_parallel_size
+    adapters: AdapterRegistry | None = None  # LoRA adapters; None without `enable_lora`
 
 
 def build_engine(
@@ -91,7 +93,9 @@ def build_engine(
         for opened in (*engines, *runners[len(engines) :]):
             opened.close()
         raise
-    return BuiltEngine(engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]))
+    return BuiltEngine(
+        engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]), prepared.adapters
+    )
 
 
 def run_headless(model: str, options: Mapping[str, Any]) -> int:
@@ -118,6 +122,7 @@ class Prepared:
     runner: "ModelRunner"
     others: "tuple[ModelRunner, ...]"
     group: "ProcessGroup | None"
+    adapters: AdapterRegistry | None
 
 
 def prepare(
@@ -152,6 +157,7 @@ def _prepare(
     with phase("imports"):  # here, so that `import jpaged` imports no jax
         import jax
 
+        from jpaged.frontend.adapters import adapter_options, adapter_registry
         from jpaged.frontend.engine_devices import copied, devices_of_engines
         from jpaged.loading import valid_token_mask
         from jpaged.runtime import nvidia_devices
@@ -169,6 +175,7 @@ def _prepare(
     with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), on_first:
         loaded = _load(model, params, layout, config, processors)
         drafter = _load_drafter(loaded, config)
+    adapters = adapter_options(loaded, config)
     pooling = _pooling(loaded)
     for name in ("prefill_engines", "kv_handover"):
         if pooling is not None and getattr(config, name):
@@ -195,6 +202,7 @@ def _prepare(
                 processors=processors,
                 kv_scales=loaded.kv_scales,
                 drafter=_copied_drafter(drafter, devices, index) if index and not shared else drafter,
+                adapters=adapters,
                 progress=progress,
                 background=background,
                 owns_params=params is None,
@@ -206,7 +214,8 @@ def _prepare(
             runner.close()
         raise
     return_free_memory()
-    return Prepared(config, loaded, pooling, mask, processors, runners[0], tuple(runners[1:]), group)
+    registry = None if adapters is None else adapter_registry(loaded, config, adapters)
+    return Prepared(config, loaded, pooling, mask, processors, runners[0], tuple(runners[1:]), group, registry)
 
 
 def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":

@@ -2,14 +2,19 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any, Self
 
 from jpaged.config import EngineConfig
+from jpaged.engine.adapters.adapter_registry import AdapterRegistry
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.engine import Engine
 from jpaged.engine.observe.engine_stats import total_stats
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import BuiltEngine
 from jpaged.lifetime import OwnProcess
+from jpaged.lora.request import LoRARequest
 from jpaged.metric_families import Metric, families_of, metrics_of
 from jpaged.metrics import EngineMetricsSnapshot
 from jpaged.outputs import EngineStats
@@ -34,6 +39,7 @@ class EngineAccess:
         self._tokenizer = built.tokenizer
         self._engine: Engine | None = built.engine
         self._others = built.others  # further engines, with data_parallel_size
+        self._adapters = built.adapters  # LoRA adapters; None without `enable_lora`
         self._made_in = OwnProcess()
 
     @classmethod
@@ -107,6 +113,35 @@ class EngineAccess:
         if not snapshots:
             raise RequestError("disable_log_stats", True, "must be False for get_metrics: make the engine without it")
         return metrics_of(families_of(snapshots, self.config.model))
+
+    @property
+    def adapters(self) -> AdapterRegistry:
+        """The LoRA adapters that the engine knows. Raises RequestError without `enable_lora`."""
+        if self._adapters is None:
+            raise RequestError("enable_lora", False, "must be True for LoRA adapters: make the engine with it")
+        return self._adapters
+
+    def _adapter_of(self, request: LoRARequest | None) -> Future[LoadedAdapter] | None:
+        """The adapter of a request; None: the base model alone. Raises RequestError for an unknown adapter."""
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise RequestError("lora_request", request, "must be a jpaged.LoRARequest, or None for the base model")
+        return self.adapters.reload(request) if request.load_inplace else self.adapters.get(request)
+
+    def _added_adapter(
+        self, adapter: LoRARequest | str, arrays: Any, lora_alpha: float | None, *, use_rslora: bool
+    ) -> Future[LoadedAdapter]:
+        """See `LLM.add_lora`."""
+        if isinstance(adapter, LoRARequest):
+            if arrays is not None:
+                raise RequestError("arrays", type(arrays).__name__, "go with a name, not with a LoRARequest")
+            return self.adapters.reload(adapter) if adapter.load_inplace else self.adapters.get(adapter)
+        if not isinstance(arrays, Mapping) or not arrays:
+            raise RequestError("arrays", type(arrays).__name__, "must be a dictionary of arrays by PEFT's names")
+        if not isinstance(lora_alpha, (int, float)) or isinstance(lora_alpha, bool):
+            raise RequestError("lora_alpha", lora_alpha, "must be a number, such as that of the adapter's LoraConfig")
+        return self.adapters.add_arrays(adapter, dict(arrays), {"alpha": lora_alpha, "use_rslora": use_rslora})
 
     def reset_stats(self) -> None:
         """Set counters and peaks of the statistics to zero."""

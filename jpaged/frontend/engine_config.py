@@ -11,6 +11,7 @@ import numpy as np
 
 from jpaged.config import (
     DTYPE_ALIASES,
+    DTYPES,
     KV_CACHE_DTYPE_ALIASES,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
@@ -33,7 +34,7 @@ LIVE_ARRAYS = "live arrays"  # EngineConfig.model when the caller gives arrays a
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None,), "cpu_offload_gb": (0,), "enforce_eager": (False, True),
     "enable_chunked_prefill": (True, None),
-    "max_seq_len_to_capture": (), "enable_lora": (False, None),
+    "max_seq_len_to_capture": (),
     "guided_decoding_backend": (), "limit_mm_per_prompt": (None, {}),
     "tokenizer_mode": ("auto",),
     "rope_scaling": (None, {}), "task": ("auto", "generate"),
@@ -168,6 +169,7 @@ def _check_values(config: EngineConfig) -> None:
         known = "must be a number of devices, from 1"
         raise RequestError("prefill_context_parallel_size", config.prefill_context_parallel_size, known)
     _check_speculation(config)
+    _check_adapters(config)
     _check_handover(config)
     _check_stages(config)
     if config.deterministic and config.tensor_parallel_size not in (1, 2, 4, 8):
@@ -225,6 +227,27 @@ def _check_speculation(config: EngineConfig) -> None:
     if method == "mtp" and speculation.model not in (None, config.model):
         known = "method mtp uses the layer in the model's own checkpoint: leave it out"
         raise RequestError(f"{name}.model", speculation.model, known)
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    """Raise RequestError for an option of LoRA adapters out of range, or one that is not supported with them."""
+    for name in ("max_loras", "max_lora_rank"):
+        if getattr(config, name) < 1:
+            raise RequestError(name, getattr(config, name), "must be a whole number of at least 1")
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        known = f"must be at least max_loras={config.max_loras}: adapters on the device are in host memory, too"
+        raise RequestError("max_cpu_loras", config.max_cpu_loras, known)
+    if config.lora_dtype not in (*DTYPES, *DTYPE_ALIASES):
+        raise RequestError("lora_dtype", config.lora_dtype, f"must be one of {', '.join(DTYPES)}")
+    if not config.enable_lora:
+        return
+    for name, neutral in _WITHOUT_ADAPTERS.items():
+        if (value := getattr(config, name)) != neutral:
+            raise RequestError(name, value, f"is not supported yet with enable_lora: use {neutral}, or leave one out")
+
+
+# Options that do not go with enable_lora, except at this value.
+_WITHOUT_ADAPTERS = {"pipeline_parallel_size": 1, "nnodes": 1, "deterministic": False, "enable_expert_parallel": False}
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -54,7 +54,7 @@ class EngineThreads:
         """Return the hashes of the prompt's prefixes, for `routed`. Takes time that grows with the prompt."""
         if not isinstance(self._router, PrefixAffine):
             return ()
-        return prefix_names(request_group.prompt_token_ids, self._block_size, request_group.cache_salt)
+        return prefix_names(request_group.prompt_token_ids, self._block_size, request_group.prefix_salt)
 
     @contextlib.contextmanager
     def routed(self, request_group: RequestGroup, prefixes: Sequence[int]) -> Iterator[EngineThread]:

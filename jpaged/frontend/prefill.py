@@ -37,7 +37,9 @@ async def prefill(
         return
     request_id = f"{request_group.request_id} prompt"
     prompt = {"prompt_token_ids": list(token_ids), "cache_salt": request_group.cache_salt or None}
-    twin = await asyncio.to_thread(inputs.process, request_id, prompt, ONE_TOKEN, priority=priority)
+    twin = await asyncio.to_thread(
+        inputs.process, request_id, prompt, ONE_TOKEN, priority=priority, adapter=request_group.adapter
+    )
     try:
         with threads.routed_prefill(twin, prefixes) as thread:
             stream = OutputStream(asyncio.get_running_loop(), deltas=False)

@@ -60,6 +60,8 @@ class LoadedModel:
     tokenizer: Any | None              # transformers.PreTrainedTokenizerBase
     source: str                        # path of the model, or "live arrays"; for logs
     kv_scales: KVScales | None = None  # static scales of keys and values in the checkpoint
+    stored_dtype: np.dtype | None = None  # of the checkpoint; None: that of params
+    stored_spec: DecoderSpec | None = None  # before `split_spec`; None: as `spec`
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -124,6 +126,8 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         tokenizer=tokenizer,
         source=str(path),
         kv_scales=pad_kv_scales(weights.kv_scales, weights.spec, shards),
+        stored_dtype=weights.dtype,
+        stored_spec=weights.spec,
     )
 
 

@@ -21,12 +21,14 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import BlockMove, DeviceDrafter, RowMask, StepPlan, StepResult
 from jpaged.errors import EngineError
+from jpaged.models.adapters import Adapter
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.sharding import find_devices, shards_of
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.models.stages import stages_of
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
+from jpaged.runtime.adapter_pool import AdapterOptions
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel, with_one_pool
 from jpaged.runtime.compile.engine_programs import EnginePrograms
 from jpaged.runtime.drafting.drafter_model import DrafterModel
@@ -95,6 +97,7 @@ class ModelRunner(EnginePrograms):
         self.hidden_bytes = self.spec.hidden_size * blueprint.dtype.itemsize  # per token
         self.max_logprobs = blueprint.num_logprobs
         self.max_drafts = blueprint.max_drafts
+        self.num_adapter_slots = 0 if blueprint.model.adapters is None else blueprint.model.adapters.slots
         shapes = blueprint.program_shapes
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
         self.decode_sizes: Sequence[int] = [shape.rows for shape in forwards if shape.is_decode and not shape.captures]
@@ -135,7 +138,7 @@ class ModelRunner(EnginePrograms):
         cls, spec: DecoderSpec, params: Params | tuple[Params, ...], config: EngineConfig, *,
         layout: WeightLayout = WeightLayout(), tokenizer_ids: np.ndarray | None = None,
         processors: tuple[LogitsProcessor, ...] = (), kv_scales: KVScales | None = None,
-        drafter: DrafterModel | None = None, progress: bool = False,
+        drafter: DrafterModel | None = None, adapters: AdapterOptions | None = None, progress: bool = False,
         background: bool = False, owns_params: bool = False, before_first_run: Callable[[], None] = lambda: None,
     ) -> "ModelRunner":  # fmt: skip
         """Size the KV pool by the device's free memory and make a runner: blueprint -> fitted build -> runner.
@@ -145,6 +148,7 @@ class ModelRunner(EnginePrograms):
         tokenizer_ids: bool[vocab_size], ids that may be sampled; None = all.
         kv_scales:     the checkpoint's, for fp8 pages; None: 1.0.
         drafter:       drafts on the device, for `config.speculative_config`; None: no drafts, or from the host.
+        adapters:      sizes of the pools of LoRA adapters; None: requests have none.
         progress:      show a bar while compiling.
         background:    compile most programs after this has returned. Only if programs are stored.
         owns_params:   nothing else uses the weights, so `release` may delete them on the device.
@@ -160,7 +164,7 @@ class ModelRunner(EnginePrograms):
             token_mask = placement.put(np.asarray(tokenizer_ids, np.bool_))
         model = ServedModel(
             spec, trees[-1], layout, masked=token_mask is not None, kv_scales=kv_scales, processors=processors,
-            drafter=drafter,
+            drafter=drafter, adapters=adapters,
         )  # fmt: skip
         blueprints = [
             Blueprint.draw(
@@ -199,6 +203,7 @@ class ModelRunner(EnginePrograms):
         """Start a step; returns at once. Raises EngineError if the device fails. Then the KV pool may be empty."""
         program, last = self.programs.forward(plan), self._last
         with pinned(), self._counter.watching(), self._recovering(program.shape):
+            last.load_adapters(plan.adapter_loads)
             if plan.row_inits:
                 last.start_rows(plan.row_inits)
             proposed = () if self._drafter is None else self._drafter.before(plan, program.shape, last.live)
@@ -245,6 +250,13 @@ class ModelRunner(EnginePrograms):
     def device_drafter(self) -> DeviceDrafter | None:
         """The drafter on the device, as the engine sees it; None: there is none."""
         return None if self._drafter is None else self._drafter.as_engine_sees()
+
+    def adapter_content(self, adapter: Adapter) -> Any:
+        """An adapter as `AdapterLoad.content`. Any thread may call it."""
+        adapters = self._build.blueprint.model.adapters
+        if adapters is None:
+            raise EngineError("the engine has no LoRA adapters: start it with enable_lora=True")
+        return adapters.content(adapter)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
         """Copies of blocks in host memory, after all dispatched steps; `block_arrays` has their shapes and dtypes.

@@ -5,15 +5,17 @@ Owns: the stage's weights, on the devices or asleep on the host; its `DeviceStat
 Never: waits for a step, or handles its failure.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jpaged.engine.step_plan import BlockMove, RowInit, RowMask, StepPlan, TransferCosts
+from jpaged.engine.step_plan import AdapterLoad, BlockMove, RowInit, RowMask, StepPlan, TransferCosts
 from jpaged.errors import EngineError
+from jpaged.models.adapters import AdapterPool
 from jpaged.models.spec import Params
+from jpaged.runtime.adapter_pool import compile_write_slot
 from jpaged.runtime.compile.blueprint import FittedBuild
 from jpaged.runtime.compile.program_table import Program, ProgramTable
 from jpaged.runtime.memory.sleeping import HostWeights
@@ -45,6 +47,12 @@ class StageRunner:
         host_slots, handover: see `BlockMover`.
         """
         self.build, self.programs, self.placement = build, programs, build.blueprint.placement
+        options = build.blueprint.model.adapters
+        self.adapters: Mapping[str, AdapterPool] | None = None  # None: the engine has none, and while asleep
+        self._write_slot = None
+        if options is not None:
+            self.adapters = options.create(self.placement)
+            self._write_slot = compile_write_slot(options, self.placement, build.store)
         self.state: DeviceState | None = None  # None between `release` and `restore`, and after `close`
         self.released = False                  # True: `restore` may allocate the state
         self._owns_params = owns_params
@@ -57,7 +65,20 @@ class StageRunner:
         self._use(params)
 
     def _use(self, params: Params | None) -> None:
-        self.params, self._weights = params, () if params is None else flat_weights(params)
+        self.params = params
+        self._weights = () if params is None else flat_weights(self._with_adapters(params))
+
+    def _with_adapters(self, params: Params) -> Params:
+        """The weights as programs take them: with the pools of adapters, if the engine has any."""
+        return params if self.adapters is None else {**params, "adapters": self.adapters}
+
+    def load_adapters(self, loads: Sequence[AdapterLoad]) -> None:
+        """Write adapters into their slots, before the next step. Returns at once."""
+        if self._write_slot is None or not loads:
+            return
+        for load in loads:
+            self.adapters = self._write_slot(self.adapters, np.int32(load.slot), load.content)
+        self._use(self.params)
 
     @property
     def live(self) -> DeviceState:
@@ -101,13 +122,16 @@ class StageRunner:
         self._owns_params = False
 
     def recover(self) -> None:
-        """Allocate an empty state if the old one was donated to a failed step."""
+        """Allocate an empty state if the old one was donated to a failed step, and likewise empty pools of adapters."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.adapters)):
+            self._create_adapters()
         if self.state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
             self.state = self.build.create_state()
 
     def release(self) -> None:
         """Free the state, and move weights that the runner owns to the host. On CPU they are in host memory."""
         self._free_state()
+        self._free_adapters()
         self.released = True
         if self._owns_params and self.params is not None and self.placement.platform != "cpu":
             self._host_weights = HostWeights.take(self.params)
@@ -119,14 +143,29 @@ class StageRunner:
             self._use(self._host_weights.put())
             self._host_weights = None
         if kv_cache and self.released:
+            self._create_adapters()
             self.state = jax.block_until_ready(self.build.create_state())
             self.released = False
 
     def close(self) -> None:
         """Free the state, and drop the references to the weights."""
         self._free_state()
+        self._free_adapters()
         self.released, self._host_weights = False, None
         self._use(None)
+
+    def _create_adapters(self) -> None:
+        """Allocate empty pools of adapters, if the engine has any."""
+        options = self.build.blueprint.model.adapters
+        if options is not None:
+            self.adapters = options.create(self.placement)
+            self._use(self.params)
+
+    def _free_adapters(self) -> None:
+        for leaf in jax.tree.leaves(self.adapters):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self.adapters = None
 
     def _free_state(self) -> None:
         for leaf in jax.tree.leaves(self.state):
@@ -155,7 +194,8 @@ class LastStageRunner(StageRunner):
 
     def _use(self, params: Params | None) -> None:
         super()._use(params)
-        self._lm_head_params = None if params is None else lm_head_params(self._spec, params)
+        head = None if params is None else lm_head_params(self._spec, self._with_adapters(params))
+        self._lm_head_params = head
 
     def start_rows(self, inits: Sequence[RowInit]) -> None:
         """Set the extras of rows that start, before their step."""
@@ -170,11 +210,13 @@ class LastStageRunner(StageRunner):
         chunks, pools, programs = [], self._spec.pools, self.programs
         size = self.live.output_rows.shape[1] if pools else programs.score().shape.tokens
         for first in range(0, scored.shape[1], size):
-            places, ids = scored[:, first : first + size]
-            packed = np.full((2, size), -1 if pools else 0, np.int32)
+            places, ids, slots = scored[:, first : first + size]
+            packed = np.full((2 if pools or self.adapters is None else 3, size), -1 if pools else 0, np.int32)
             packed[1, : len(places)] = places
             if not pools:
                 packed[0, : len(ids)] = ids
+            if len(packed) > 2:
+                packed[2, : len(slots)] = slots
             chunks.append(self._run_output(programs.pooler(len(places)) if pools else programs.score(), packed))
         return tuple(chunks)
 

@@ -9,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from jpaged.engine.step_plan import RowExtras, RowInit, mask_words
 from jpaged.kv_groups import KVGroups
@@ -35,7 +36,7 @@ class Field(enum.IntEnum):
     SEED_HIGH = 8          # uint32
     SAMPLE_INDEX = 9       # index of this sample among the n of a request group
     BEAM_TEMPERATURE = 10  # float32; divides the logits before log-probabilities are computed; 0 = not a beam
-    FLAGS = 15             # bits of `Flag`
+    FLAGS = 15             # bits of `Flag`, and the slot of the row's adapter from ADAPTER_BIT on
     PROCESSORS = 16        # bit i: custom logits processor i applies
 
 
@@ -50,6 +51,11 @@ class Flag(enum.IntFlag):
     MASK = 4
     LOGPROBS = 8  # the row wants log-probabilities
     BIAS_SCORES = 16  # log-probabilities are of its first `bias_ids`, not of the most likely ids
+
+
+# FLAGS holds 1 + the slot of the row's adapter from this bit on; 0: the base model alone. A column of its own would
+# change the programs of engines without adapters.
+ADAPTER_BIT = 8
 
 
 @flax.struct.dataclass
@@ -162,6 +168,11 @@ def formats(state: DeviceState) -> DeviceState:
     return jax.tree.map(lambda x: x.format if x.format.layout else None, state)
 
 
+def adapter_slots(fields: Int[Array, "rows num_fields"]) -> Int[Array, " rows"]:
+    """Slot of the adapter of each row of the request table; NO_ADAPTER: the base model alone."""
+    return (fields[:, Field.FLAGS] >> ADAPTER_BIT) - 1
+
+
 def row_values(init: RowInit) -> np.ndarray:
     """int32[NUM_FIELDS]: the fields of a row, as the request table stores them."""
     values = np.zeros(NUM_FIELDS, np.int32)
@@ -169,6 +180,7 @@ def row_values(init: RowInit) -> np.ndarray:
     values[Field.ROPE_LEN] = init.rope_len
     values[Field.SAMPLE_INDEX] = init.sample_index
     values[Field.FLAGS] = _flags(init.extras) | (Flag.LOGPROBS if init.logprobs else 0)
+    values[Field.FLAGS] |= 1 + init.adapter_slot << ADAPTER_BIT
     values[Field.PROCESSORS] = init.processors
     floats = values.view(np.float32)
     floats[Field.TEMPERATURE] = init.temperature

@@ -78,6 +78,7 @@ class FakeRunner:
     transfer_costs: TransferCosts | None = None
     min_jump_per_request: float = 0.0
     max_drafts: int = 0
+    num_adapter_slots: int = 0
     verify_sizes: tuple[int, ...] = ()
     decode_sizes: tuple[int, ...] = (4,)
     device_drafter: None = None
@@ -427,7 +428,7 @@ class FakeRunner:
         return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)
 
     def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
-        places, successors = plan.scored
+        places, successors, _ = plan.scored
         assert ((places >= 0) & (places < plan.total_tokens)).all()
         scores = Scores(
             -successors / 10, np.ones_like(successors), (successors[:, None] + np.arange(self.max_logprobs)) % 97,

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.grammar import Grammar, GrammarCompiler, ReasoningPrefix
 from jpaged.engine.input.model_limits import ModelLimits
@@ -91,6 +92,7 @@ class InputProcessor:
         refuse_cut: bool = False,
         cancelled: Cancelled = lambda: False,
         requester: Requester = ANYONE,
+        adapter: Future[LoadedAdapter] | None = None,
     ) -> RequestGroup:
         """Check a prompt and its parameters, and make a request group. Raises RequestError.
 
@@ -98,6 +100,7 @@ class InputProcessor:
         refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len, instead of a warning.
         cancelled:  called while a long text is tokenised. If it returns True, TokenisingCancelled is raised.
         requester:  client for which a grammar is compiled.
+        adapter:    LoRA adapter, from `AdapterRegistry.get`; None: the base model alone.
         """
         metrics = RequestMetrics(arrival_time=time.monotonic())
         check_task(self.limits.pooling, params)
@@ -150,6 +153,7 @@ class InputProcessor:
             streams=streams and pooling_params is None,
             cache_salt=checked.cache_salt,
             grammar=grammar,
+            adapter=adapter,
         )
 
     def _strategy(

@@ -20,7 +20,8 @@ class BlockNamer:
 
     def admit(self, request: Request, *, salt: str = "", shares: bool = True) -> None:
         """Set the root of a new request's block names. shares: other requests may use its blocks."""
-        request.kv.prefix_root = prefix_root(weight_version=self._weight_version, salt=salt)
+        adapter = "" if request.adapter is None else request.adapter.key
+        request.kv.prefix_root = prefix_root(adapter=adapter, weight_version=self._weight_version, salt=salt)
         if not shares:
             request.kv.make_private(request.arrival.to_bytes(8, "little"))
 

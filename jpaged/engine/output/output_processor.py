@@ -143,7 +143,7 @@ class OutputProcessor:
 
     def check_integrity(self) -> None:
         """Raise EngineError unless the scheduler knows exactly the requests that should run or wait."""
-        known = {*self._scheduler.running, *self._scheduler.waiting}
+        known = {*self._scheduler.running, *self._scheduler.waiting, *self._scheduler.adapters.waiting}
         live = {r for each in self.request_groups.values() for r in each.strategy.scheduled(each)}
         if known != live:
             raise EngineError(f"{len(known)} requests are scheduled, {len(live)} live")
@@ -170,6 +170,7 @@ class OutputProcessor:
     def _final_output(self, request_group: RequestGroup) -> Output:
         """Return the last output of a request group that has ended, and forget the group."""
         del self.request_groups[request_group.request_id]
+        self._scheduler.note_group_ended(request_group.request_id)
         self._counters.finished_requests += 1
         request_group.metrics.finished_time = time.monotonic()
         strategy = request_group.strategy

@@ -27,7 +27,16 @@ from jpaged.engine.scheduling.forks import Forks
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep, SchedulerState
 from jpaged.engine.scheduling.step_selection import StepSelection
 from jpaged.engine.speculation.speculation import Speculation
-from jpaged.engine.step_plan import BlockMove, DraftPlan, RowInit, RowMask, SamplerVariant, StepPlan, num_guesses
+from jpaged.engine.step_plan import (
+    NO_ADAPTER,
+    BlockMove,
+    DraftPlan,
+    RowInit,
+    RowMask,
+    SamplerVariant,
+    StepPlan,
+    num_guesses,
+)
 from jpaged.params.sampling import NEUTRAL_COLUMNS, PARAMETERS, SamplingParams
 
 # A larger penalty makes logits infinite, at any temperature. So does a penalty below the inverse of this.
@@ -37,7 +46,7 @@ SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 _NOTHING = np.zeros(0, np.int32)
 _NO_MOVES = np.zeros((0, 3), np.int32)
 _NO_UPDATES = np.zeros((0, 4), np.int32)
-_NOTHING_SCORED = np.zeros((0, 2), np.int32)
+_NOTHING_SCORED = np.zeros((0, 3), np.int32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -52,7 +61,8 @@ class _PromptRows:
     samples: list[bool] = dataclasses.field(default_factory=list)
     prompt_tokens: list[int] = dataclasses.field(default_factory=list)
     inits: list[RowInit] = dataclasses.field(default_factory=list)
-    scored: list[tuple[int, int]] = dataclasses.field(default_factory=list)       # (index of the token, next token)
+    # (index of the token, next token, slot of the adapter)
+    scored: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     scorers: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # (request, entries of `scored`)
     parents: list[Request] = dataclasses.field(default_factory=list)  # requests with followers, whose prompt ends
     forked_from: list[int] = dataclasses.field(default_factory=list)
@@ -78,6 +88,7 @@ class PlanBuilder:
         self._speculation = speculation
         self._manager = state.manager
         self._running = state.running
+        self._adapters = state.adapters
         self._counters = state.counters
         self._vocab_size, self._max_drafts = state.limits.vocab_size, state.limits.max_drafts
         self._decodes = decodes
@@ -122,6 +133,7 @@ class PlanBuilder:
             masks=masks,
             scored=_lines(prompts.scored, _NOTHING_SCORED).T,
             waits_for_masks=waits_for_masks,
+            adapter_loads=self._adapters.take_loads(),
             drafts=drafts,
             model_drafts=selection.model_drafts,
             head=None if self._speculation is None else self._speculation.plan_head(requests, num_tokens, samples),
@@ -155,7 +167,7 @@ class PlanBuilder:
         schedule = request.schedule
         first, end = schedule.num_computed, schedule.num_computed + num_tokens
         if request.scores_prompt:
-            _score(rows, request, num_tokens)
+            _score(rows, request, num_tokens, self._adapters.slot_of(request))
         rows.prompt_tokens += request.token_ids[first:end]
         if schedule.row_is_new:
             self._start_row(rows, request)
@@ -180,7 +192,7 @@ class PlanBuilder:
                 rows.forked_from.append(index)
 
     def _start_row(self, rows: _PromptRows, request: Request) -> None:
-        rows.inits.append(row_init(request, self._vocab_size))
+        rows.inits.append(row_init(request, self._vocab_size, self._adapters.slot_of(request)))
         schedule, extras = request.schedule, request.extras
         schedule.row_is_new = False
         schedule.mask_pending = extras is not None and request.num_output_tokens < extras.min_tokens
@@ -223,7 +235,7 @@ class PlanBuilder:
         return _lines(moves, _NO_MOVES)
 
 
-def row_init(request: Request, vocab_size: int) -> RowInit:
+def row_init(request: Request, vocab_size: int, adapter_slot: int = NO_ADAPTER) -> RowInit:
     """State of the row of a request that starts, or continues as a fork."""
     params, extras = request.params, request.extras
     blocks: list[int] = []  # flat: np.array takes twice as long over tuples
@@ -244,6 +256,7 @@ def row_init(request: Request, vocab_size: int) -> RowInit:
         processors=0 if extras is None else extras.processors,
         logprobs=params.needs_logprobs,
         extras=None if extras is None else extras.row_extras(request),
+        adapter_slot=adapter_slot,
     )
 
 
@@ -260,14 +273,14 @@ def _columns(params: SamplingParams, vocab_size: int, *, greedy: bool) -> tuple[
     return tuple(values.values())
 
 
-def _score(rows: _PromptRows, request: Request, num_tokens: int) -> None:
+def _score(rows: _PromptRows, request: Request, num_tokens: int, slot: int) -> None:
     """Add a chunk's tokens to `scored`. Log-probabilities need the token after each, vectors the token itself."""
     schedule, prompt = request.schedule, request.prompt_token_ids
     ahead = 0 if request.pools_tokens else 1
     first = schedule.num_computed
     last = min(first + num_tokens, len(prompt) - ahead)
     offset = rows.first + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
-    scored = [(offset + i, prompt[i + ahead]) for i in range(max(first, schedule.num_scored - ahead), last)]
+    scored = [(offset + i, prompt[i + ahead], slot) for i in range(max(first, schedule.num_scored - ahead), last)]
     if scored:
         rows.scored += scored
         rows.scorers.append((request, len(scored)))

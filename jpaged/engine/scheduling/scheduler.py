@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from jpaged.engine.adapters.adapter_gate import AdapterGate
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
 from jpaged.engine.scheduling.decode_scheduler import DecodeScheduler
@@ -81,7 +82,8 @@ class Scheduler:
         target_ms = options.target_step_ms
         self._pace = StepPace(None if target_ms is None else target_ms / 1000, min_tokens=manager.block_size)
         self.limits = limits
-        state = SchedulerState(manager, self.waiting, self._rows, self.counters, limits, options)
+        self.adapters = AdapterGate(limits.num_adapter_slots)
+        state = SchedulerState(manager, self.waiting, self._rows, self.counters, limits, options, self.adapters)
         self._preemption = Preemption(state)
         self._decodes = DecodeScheduler(state, self._preemption)
         self._prompts = PromptScheduler(state, self._preemption, clock)
@@ -108,7 +110,8 @@ class Scheduler:
         switch_len = self.limits.longrope_switch_len
         if switch_len is not None and request.prompt_len > switch_len:
             self.manager.names.switch_to_long_rope(request)
-        self.waiting.add(request)
+        if self.adapters.enter(request):
+            self.waiting.add(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request in any state. Its blocks are free at once: the device runs steps in order."""
@@ -123,6 +126,8 @@ class Scheduler:
             self._rows.leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        else:
+            self.adapters.withdraw(request)
         request.schedule.status = RequestStatus.WAITING
         request.schedule.on_hold = False
 
@@ -148,6 +153,8 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Decide the next step. Returns None if nothing can be computed until tokens in flight arrive."""
         self.manager.pool.step += 1
+        for request in self.adapters.admit():
+            self.waiting.add(request)
         selection = StepSelection(self.limits.max_num_batched_tokens)
         self._decodes.schedule(selection)
         selection.budget = self._pace.limit(selection.budget)
@@ -226,7 +233,8 @@ class Scheduler:
             self._speculation.note_step(step.plan, seconds, num_accepted)
 
     def note_kv_lost(self) -> None:
-        """Note that the KV pages are empty, also those of a drafter on the device."""
+        """Note that the KV pages are empty, also those of a drafter on the device, and that no adapter is there."""
+        self.adapters.load_again()
         if self._speculation is not None:
             self._speculation.note_kv_lost()
 
@@ -235,10 +243,15 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.forget()
 
+    def note_group_ended(self, request_id: str) -> None:
+        """Note that no request of a request group is left."""
+        self.adapters.leave(request_id)
+
     def check_integrity(self) -> None:
         """Raise EngineError unless rows, blocks and queues agree with each other. For tests, and for an idle engine."""
         self.manager.check_integrity(self.running)
         self._rows.check()
+        self.adapters.check()
         ranks = [request.schedule.rank for request in self.waiting]
         if sorted(ranks) != ranks:
             raise EngineError("waiting requests are not in the policy's order")

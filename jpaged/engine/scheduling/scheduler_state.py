@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from jpaged.engine.adapters.adapter_gate import AdapterGate
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.request import Request
 from jpaged.engine.scheduling.running_requests import RunningRequests
@@ -23,6 +24,7 @@ class SchedulerLimits:
     longrope_switch_len: int | None = None
     num_stages: int = 1  # pipeline stages, and micro-batches of decoding requests
     max_drafts: int = 0  # most drafts per row of a verify step; 0: the engine does not speculate
+    num_adapter_slots: int = 0  # LoRA adapters that are on the device at a time; 0: requests have none
 
     def must_switch_rope(self, request: Request, num_tokens: int) -> bool:
         """Whether a request's KV has the short rope, and `num_tokens` tokens need the long one."""
@@ -70,6 +72,7 @@ class SchedulerState:
     counters: SchedulerCounters
     limits: SchedulerLimits
     options: SchedulingOptions
+    adapters: AdapterGate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

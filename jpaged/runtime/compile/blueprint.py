@@ -26,6 +26,7 @@ from jpaged.models.sharding import local_shapes, local_spec
 from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
+from jpaged.runtime.adapter_pool import AdapterOptions
 from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.compile.gated_dot_choice import checked_implementation, named_implementation
 from jpaged.runtime.compile.program_table import ProgramTable, temp_bytes
@@ -75,6 +76,7 @@ class ServedModel:
     processors: tuple[LogitsProcessor, ...] = ()
     stage: Stage = ALONE  # pipeline stage of `params`; `spec` is the whole model's
     drafter: DrafterModel | None = None  # None: no drafter on the device
+    adapters: AdapterOptions | None = None  # None: requests have no LoRA adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +126,20 @@ class Blueprint:
     def dtype(self) -> np.dtype:
         """Dtype of the weights and the hidden states."""
         return _dtype(self.model.params)
+
+    @property
+    def step_params(self) -> Params:
+        """The weights that programs of a step take, with the pools of adapters, as ShapeDtypeStructs."""
+        adapters = self.model.adapters
+        if adapters is None:
+            return self.model.params
+        return {**self.model.params, "adapters": adapters.shapes(self.placement)}
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the pools of adapters on one device."""
+        adapters = self.model.adapters
+        return 0 if adapters is None else memory.tree_bytes(adapters.shapes(self.placement))
 
     @property
     def num_logprobs(self) -> int:
@@ -206,7 +222,7 @@ class Blueprint:
         plan = memory.fit(
             self.local_spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
             weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
-            temp_bytes=temp_bytes, free_bytes=free_bytes, drafter=self.drafter_bytes,
+            temp_bytes=temp_bytes, free_bytes=free_bytes, drafter=self.drafter_bytes, adapter_bytes=self.adapter_bytes,
         )  # fmt: skip
         return FittedBuild(self, plan)
 
@@ -336,8 +352,9 @@ class Blueprint:
         """A build with a pool of `num_blocks` blocks, even if they do not fit into memory."""
         weights = memory.tree_bytes(self.model.params)
         plan = memory.MemoryPlan(
-            self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes, self.drafter_bytes
-        )
+            self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes, self.drafter_bytes,
+            self.adapter_bytes,
+        )  # fmt: skip
         return FittedBuild(self, plan)
 
     def largest_temporaries(self, free_bytes: int | None) -> tuple[Shape, int]:
@@ -347,7 +364,7 @@ class Blueprint:
         and 559 MB with 8,192: XLA keeps one more copy of the logits. free_bytes: see `memory.fit`.
         """
         if free_bytes is not None:
-            tables = self.table_bytes + self.drafter_bytes.fixed
+            tables = self.table_bytes + self.drafter_bytes.fixed + self.adapter_bytes
             free_bytes = max(0, free_bytes - estimate_temporaries(self)[1] - tables)
         per_block = self.block_bytes + self.drafter_bytes.block
         pool = memory.pool_bytes(self.config, self.limits, per_block, free_bytes)
@@ -408,7 +425,7 @@ class FittedBuild:
         with pinned():  # settings are per thread, and several threads compile
             if isinstance(shape, ForwardShape):
                 return compile_forward(
-                    model.params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
+                    blueprint.step_params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
                     implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
                     placement=blueprint.placement, store=self.store, stage=model.stage,
                     capture=model.drafter.capture if model.drafter is not None and shape.captures else None,
@@ -416,7 +433,7 @@ class FittedBuild:
             if isinstance(shape, DraftShape):
                 return self.draft_build().compile(shape)
             return compile_output(
-                model.params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
+                blueprint.step_params, blueprint.mask_shape, state, shape, spec=model.spec, layout=model.layout,
                 options=blueprint.sampler_options, placement=blueprint.placement, max_drafts=blueprint.max_drafts,
                 store=self.store,
             )  # fmt: skip

@@ -112,6 +112,7 @@ class MemoryPlan:
     temp_bytes: int   # temporaries of the largest program; 0 = not known yet
     table_bytes: int  # device state without the pages
     drafter: DrafterBytes = NO_DRAFTER
+    adapter_bytes: int = 0  # pools of LoRA adapters
 
     @property
     def drafter_bytes(self) -> int:
@@ -132,6 +133,8 @@ class MemoryPlan:
         ]
         if self.drafter_bytes:
             rows.append(("drafter", self.drafter_bytes, f"{self.drafter.block} bytes per block"))
+        if self.adapter_bytes:
+            rows.append(("LoRA adapters", self.adapter_bytes, ""))
         rows.append(("in all", sum(size for _, size, _ in rows), ""))
         lines = [f"{name:14} {size / 2**20:10.1f} MiB  {note}".rstrip() for name, size, note in rows]
         return "\n".join([*lines, self.request_line()])
@@ -317,11 +320,12 @@ def fit(
     temp_bytes: int = 0,
     free_bytes: int | None = None,
     drafter: DrafterBytes = NO_DRAFTER,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
     """Fit the KV pool into memory. A default max_model_len shrinks to the longest that fits.
 
     dtype: of hidden states. kv_format: of pages; None: `dtype`. free_bytes: left after all weights, for temporaries,
-    table, pool, and the drafter's pages and state; None on CPU. Raises ModelLoadError if not one block fits, or an
+    table, pool, adapters, and the drafter's pages and state; None on CPU. Raises ModelLoadError if not one block fits, or an
     explicit max_model_len does not.
     """
     kv_format = kv_format or KVFormat(dtype)
@@ -331,7 +335,7 @@ def fit(
 
     def pool_of(limits: Limits) -> int:
         """Bytes of the pool, at most what kernels can address. Block tables of longer requests make it smaller."""
-        tables = table_bytes(spec, limits, dtype) + drafter.fixed
+        tables = table_bytes(spec, limits, dtype) + drafter.fixed + adapter_bytes
         left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
         size = pool_bytes(config, limits, per_block, left)
         usable = page.addressable(size // per_block)
@@ -368,7 +372,7 @@ def fit(
         limits = dataclasses.replace(limits, max_model_len=longest)
         num_blocks = pool_of(limits) // per_block
     tables = table_bytes(spec, limits, dtype)
-    return MemoryPlan(limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter)
+    return MemoryPlan(limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter, adapter_bytes)
 
 
 def round_down(num_blocks: int) -> int:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jpaged.engine.step_plan import FROM_DEVICE, StepPlan, num_guesses
+from jpaged.engine.step_plan import FROM_DEVICE, NO_ADAPTER, StepPlan, num_guesses
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, row_values
+from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, adapter_slots, row_values
 
 # Room in a packed plan for block-table changes beyond the blocks that its own tokens can fill.
 SPARE_UPDATES = 64
@@ -165,15 +165,17 @@ class Batch:
     # int32[3, tokens]  of a verify step: the token's row of the table, past its end for padding; its index in the row,
     # where 0 is the row's last token and i is draft i; the draft, -1 at index 0 and where no draft is known
     checked: Leaf | None = None
+    adapter_slots: Leaf | None = None  # int32[tokens]  slot of each token's adapter; None: the engine has none
 
 
 def build_batch(
     state: DeviceState, packed: Int[Array, " packed"], shape: ForwardShape,
-    proposed: Int[Array, "rows drafts"] | None = None,
+    proposed: Int[Array, "rows drafts"] | None = None, *, adapters: bool = False,
 ) -> tuple[DeviceState, Batch]:  # fmt: skip
     """Unpack the plan, apply its changes to the table and the block tables, and build the decoder's inputs.
 
     proposed: drafts of a drafter on the device, for rows of a verify step whose `first` is FROM_DEVICE.
+    adapters: the engine has LoRA adapters.
     """
     part = {name: packed[cut] for name, cut in shape.cuts.items()}
     capacity = state.table.shape[0]
@@ -231,6 +233,7 @@ def build_batch(
         positions=positions,
         rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
         checked=checked,
+        adapter_slots=jnp.where(real, adapter_slots(fields)[token_row], NO_ADAPTER) if adapters else None,
     )
     return state.replace(table=table, blocks=blocks), batch
 

@@ -33,6 +33,7 @@ def own_part(batch: Batch, count: int) -> Batch:
         kv_groups=tuple(map(rows, batch.kv_groups)), real=own_tokens(batch.real, count),
         token_ids=own_tokens(batch.token_ids, count), positions=own_tokens(batch.positions, count),
         rope_lens=own_tokens(batch.rope_lens, count),
+        adapter_slots=None if batch.adapter_slots is None else own_tokens(batch.adapter_slots, count),
     )  # fmt: skip
 
 

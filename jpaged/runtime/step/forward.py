@@ -112,7 +112,7 @@ def forward(
     the step's tokens as one array (`StepTokens`), and the captured hidden states side by side. One array each, because
     seven arrays instead of two slow a step of the demo model by 2% (1 row) to 4% (32 rows) on CPU.
     """
-    state, batch = build_batch(state, packed, shape, proposed)
+    state, batch = build_batch(state, packed, shape, proposed, adapters="adapters" in params)
     output_rows = None if shape.drafts else packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
     num_tokens = jnp.sum(batch.real, dtype=jnp.int32)
     count = shape.token_parts
@@ -125,6 +125,7 @@ def forward(
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
         gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer, capture=capture or (),
+        adapter_slots=batch.adapter_slots,
     )  # fmt: skip
     table = state.table
     if not shape.drafts:

@@ -32,7 +32,7 @@ from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling import vocab_shards
 from jpaged.runtime.sampling.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
-from jpaged.runtime.state import DeviceState, Field, SamplingState
+from jpaged.runtime.state import DeviceState, Field, SamplingState, adapter_slots
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 
 # Leaves of the parameter tree that the lm_head may read.
@@ -78,7 +78,9 @@ Table = Int[Array, "table_rows num_fields"]
 def lm_head_params(spec: DecoderSpec, params: Params) -> Params:
     """The leaves of a parameter tree that the lm_head reads. Fewer arguments make a call faster."""
     tied = spec.tie_embeddings and not spec.pools
-    return {name: params[name] for name in LM_HEAD_PARAMS if name in params and (name != "embed" or tied)}
+    read = {name: params[name] for name in LM_HEAD_PARAMS if name in params and (name != "embed" or tied)}
+    pool = params.get("adapters", {}).get("lm_head")
+    return read if pool is None else read | {"adapters": {"lm_head": pool}}
 
 
 def uses_extras(shape: OutputShape) -> bool:
@@ -110,7 +112,7 @@ def sample(
 ) -> tuple[Table, SamplingState | None, Int[Array, "rows columns"]]:
     """Sample one token for each row. Returns `Sampled.packed`. Tokens of padding rows are not written to the table."""
     rows, last_token = output_rows[:, :num_rows]
-    logits = _lm_head(spec, params, hidden, last_token, layout, shards)
+    logits = _lm_head(spec, params, hidden, last_token, _slots(params, table, rows), layout, shards)
     rows = jnp.where(rows < 0, table.shape[0], rows)  # a negative index would count from the end
     fields = jnp.take(table, rows, axis=0, mode="clip")
     extras = None
@@ -151,7 +153,8 @@ def sample_checked(
     """
     (rows, offsets, drafts), capacity = checked, table.shape[0]
     real, token = rows < capacity, jnp.arange(len(rows))
-    logits = _lm_head(spec, params, hidden, jnp.where(real, token, -1), layout, shards)
+    slots = _slots(params, table, rows)
+    logits = _lm_head(spec, params, hidden, jnp.where(real, token, -1), slots, layout, shards)
     fields = jnp.take(table, rows, axis=0, mode="clip")
     extras = None
     if sampling is not None:
@@ -217,15 +220,19 @@ def score(
     table: Table,
     sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
-    scored: Int[Array, "2 scored"],
+    scored: Int[Array, "lines scored"],
     *,
     spec: DecoderSpec,
     layout: WeightLayout,
     options: SamplerOptions,
     shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Int[Array, "scored columns"]]:
-    """Log-probabilities of known tokens. scored: (ids, indices in `hidden`). Returns `Sampled.packed`."""
-    logits = _lm_head(spec, params, hidden, scored[1], layout, shards)
+    """Log-probabilities of known tokens. scored: (ids, indices in `hidden`, and with adapters their slots).
+
+    Returns `Sampled.packed`.
+    """
+    slots = scored[2] if "adapters" in params else None
+    logits = _lm_head(spec, params, hidden, scored[1], slots, layout, shards)
     describe = functools.partial(describe_tokens, options=options)
     if shards.count == 1:
         return table, sampling, describe(logits, scored[0]).packed()
@@ -247,15 +254,21 @@ def pool(
     shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Float[Array, "rows output"]]:
     """One vector for each row, including padding."""
-    return table, sampling, _lm_head(spec, params, hidden, output_rows[1, :num_rows], layout, shards)
+    return table, sampling, _lm_head(spec, params, hidden, output_rows[1, :num_rows], None, layout, shards)
+
+
+def _slots(params: Params, table: Table, rows: Int[Array, " rows"]) -> Int[Array, " rows"] | None:
+    """Slot of the adapter of each row of the table; None: the lm_head has no adapters."""
+    return adapter_slots(jnp.take(table, rows, axis=0, mode="clip")) if "adapters" in params else None
 
 
 def _lm_head(
     spec: DecoderSpec, params: Params, hidden: Float[Array, "tokens hidden"], index: Int[Array, " rows"],
-    layout: WeightLayout, shards: Shards,
+    slots: Int[Array, " rows"] | None, layout: WeightLayout, shards: Shards,
 ) -> Float[Array, "rows output"]:  # fmt: skip
+    """The lm_head of the hidden states `index`. slots: of each row's adapter; None: there are no adapters."""
     rows, num_rows = jnp.take(hidden, index, axis=0, mode="clip"), jnp.sum(index >= 0, dtype=jnp.int32)
-    out = decoder.lm_head(spec, params, rows, layout=layout, num_rows=num_rows, shards=shards)
+    out = decoder.lm_head(spec, params, rows, layout=layout, num_rows=num_rows, shards=shards, adapter_slots=slots)
     return out if shards.count > 1 else out[:, : spec.output_size]  # the vocabulary may be padded
 
 
@@ -291,7 +304,7 @@ def compile_output(
                 more = (placement.shape((size, 1 + state.sampling.masks.shape[1]), np.uint32),)
         case ScoreShape(size):
             call = functools.partial(score, spec=spec, layout=layout, options=options, shards=shards)
-            rows = placement.shape((2, size), np.int32)
+            rows = placement.shape((3 if "adapters" in params else 2, size), np.int32)
         case PoolShape(size):
             call = functools.partial(pool, num_rows=size, spec=spec, layout=layout, shards=shards)
     sampling = state.sampling if uses_extras(shape) else None

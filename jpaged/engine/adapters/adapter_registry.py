@@ -1,0 +1,168 @@
+"""The LoRA adapters that an engine knows by name, and their copies in host memory.
+
+Called by: `LLM`, `AsyncLLM` and the server, on any thread.
+Owns: the names and numbers of adapters, and how many are in host memory.
+Never: touches the device, or lets a caller wait for a file: `get` returns a Future.
+
+An adapter is read on a thread of its own when it is asked for. If more than `max_loaded` are in memory, the one that was
+asked for the longest time ago is dropped, and read again when it is needed. Requests keep the version that they have.
+"""
+
+import dataclasses
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
+from jpaged.errors import EngineError, RequestError
+from jpaged.lora.request import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+# read(name, source, generation): source is the path of a folder, or arrays by name with their options
+Read = Callable[[str, Any, int], LoadedAdapter]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter that the engine knows."""
+
+    name: str
+    int_id: int
+    path: str             # "": live arrays
+    loaded: LoadedAdapter | None  # None: not in host memory at the moment
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    name: str
+    int_id: int
+    source: Any
+    path: str
+    generation: int = 0  # number of reloads
+    future: Future[LoadedAdapter] | None = None
+    asked_at: int = 0
+
+
+class AdapterRegistry:
+    """Adapters by name."""
+
+    def __init__(self, read: Read, *, max_loaded: int):
+        self._read, self._max_loaded = read, max_loaded
+        self._entries: dict[str, _Entry] = {}
+        self._lock = threading.Lock()
+        self._order = itertools.count(1)
+        self._readers = ThreadPoolExecutor(2, "adapter-reader")
+
+    def get(self, request: LoRARequest) -> Future[LoadedAdapter]:
+        """The adapter of a request, which is read if it is not in memory. A new name is added, if it has a path.
+
+        Raises RequestError for an unknown name without a path, or if name, number or path belong to another adapter. The
+        Future raises ModelLoadError for an adapter that cannot be read.
+        """
+        with self._lock:
+            return self._ask(self._entry(request))
+
+    def reload(self, request: LoRARequest) -> Future[LoadedAdapter]:
+        """Read an adapter again, from the request's path if it has one. Raises as `get`, but the path may be new."""
+        with self._lock:
+            entry = self._entries.get(request.lora_name)
+            if entry is None:
+                return self._ask(self._entry(request))
+            self._check_number(request)
+            if request.lora_path:
+                entry.path = entry.source = request.lora_path
+            if not entry.path:
+                raise RequestError("lora_path", "", f"adapter {entry.name!r} is of live arrays: name the new folder")
+            entry.generation, entry.future = entry.generation + 1, None
+            return self._ask(entry)
+
+    def add_arrays(self, name: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Future[LoadedAdapter]:
+        """Add an adapter of live arrays, or replace the one of this name. It stays in memory until it is removed."""
+        with self._lock:
+            known = self._entries.get(name)
+            number = known.int_id if known else 1 + max((e.int_id for e in self._entries.values()), default=0)
+            request = LoRARequest(name, number)  # checks the name
+            generation = known.generation + 1 if known else 0
+            entry = _Entry(request.lora_name, number, (arrays, options), "", generation)
+            self._entries[name] = entry
+            return self._ask(entry)
+
+    def remove(self, adapter: str | int) -> bool:
+        """Forget an adapter, by name or number. Its requests go on. Returns False if there is no such adapter."""
+        with self._lock:
+            entry = self._find(adapter)
+            if entry is not None:
+                del self._entries[entry.name]
+            return entry is not None
+
+    def known(self) -> list[AdapterInfo]:
+        """All adapters, in the order in which they were added."""
+        with self._lock:
+            return [AdapterInfo(e.name, e.int_id, e.path, _result(e.future)) for e in self._entries.values()]
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self, adapter: str | int) -> _Entry | None:
+        if isinstance(adapter, str):
+            return self._entries.get(adapter)
+        return next((entry for entry in self._entries.values() if entry.int_id == adapter), None)
+
+    def _entry(self, request: LoRARequest) -> _Entry:
+        entry = self._entries.get(request.lora_name)
+        self._check_number(request)
+        if entry is None:
+            if not request.lora_path:
+                there = ", ".join(self._entries) or "none"
+                raise RequestError("lora_request", request.lora_name, f"unknown adapter without a lora_path; known: {there}")
+            entry = _Entry(request.lora_name, request.lora_int_id, request.lora_path, request.lora_path)
+            self._entries[entry.name] = entry
+        elif request.lora_path and request.lora_path != entry.path:
+            known = f"adapter {entry.name!r} is from {entry.path or 'live arrays'}: use load_inplace=True, or another name"
+            raise RequestError("lora_path", request.lora_path, known)
+        return entry
+
+    def _check_number(self, request: LoRARequest) -> None:
+        """Raise RequestError if the name has another number, or the number another name."""
+        known, same = self._entries.get(request.lora_name), self._find(request.lora_int_id)
+        if known is not None and known.int_id != request.lora_int_id:
+            raise RequestError("lora_int_id", request.lora_int_id, f"adapter {known.name!r} has {known.int_id}")
+        if same is not None and same.name != request.lora_name:
+            raise RequestError("lora_int_id", request.lora_int_id, f"belongs to adapter {same.name!r}: use another number")
+
+    def _ask(self, entry: _Entry) -> Future[LoadedAdapter]:
+        entry.asked_at = next(self._order)
+        if entry.future is None:
+            try:
+                entry.future = self._readers.submit(self._load, entry, entry.source, entry.generation)
+            except RuntimeError:
+                raise EngineError("the engine is closed: make a new one") from None
+            self._drop_some()
+        return entry.future
+
+    def _load(self, entry: _Entry, source: Any, generation: int) -> LoadedAdapter:
+        try:
+            loaded = self._read(entry.name, source, generation)
+        except BaseException:
+            with self._lock:  # so that a better file can be tried under the same name
+                if self._entries.get(entry.name) is entry and entry.generation == generation:
+                    del self._entries[entry.name]
+            raise
+        logger.info("LoRA adapter %s", loaded.summary)
+        return loaded
+
+    def _drop_some(self) -> None:
+        """Drop adapters from memory until at most `max_loaded` are left. Those of live arrays cannot be read again."""
+        loaded = [e for e in self._entries.values() if e.future is not None and e.path]
+        for entry in sorted(loaded, key=lambda e: e.asked_at)[: max(0, len(loaded) - self._max_loaded)]:
+            entry.future = None
+
+
+def _result(future: Future[LoadedAdapter] | None) -> LoadedAdapter | None:
+    done = future is not None and future.done() and not future.cancelled()
+    return future.result() if future is not None and done and future.exception() is None else None

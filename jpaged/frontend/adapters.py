@@ -1,0 +1,95 @@
+"""Makes the registry of an engine's LoRA adapters, and reads adapters for it.
+
+Imported late: JAX and all that uses it.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jpaged.config import DTYPE_ALIASES, EngineConfig
+from jpaged.engine.adapters.adapter_registry import AdapterRegistry
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
+from jpaged.errors import RequestError
+from jpaged.loading import LoadedModel
+from jpaged.loading.adapters import describe_adapter, read_adapter, read_arrays
+from jpaged.models.adapters import Adapter, adapter_targets
+from jpaged.models.families import family_of
+from jpaged.models.families.llama import LLAMA
+from jpaged.runtime.adapter_pool import AdapterOptions
+
+
+def adapter_options(loaded: LoadedModel, config: EngineConfig) -> AdapterOptions | None:
+    """Sizes of the pools of adapters; None without `enable_lora`. Raises RequestError if the model cannot have any."""
+    if not config.enable_lora:
+        return None
+    if loaded.spec.latent is not None:
+        raise RequestError("enable_lora", True, "is not supported yet for models with latent attention: leave it out")
+    name = DTYPE_ALIASES.get(config.lora_dtype, config.lora_dtype)
+    stored = loaded.dtype if loaded.stored_dtype is None else loaded.stored_dtype
+    known = {"bfloat16", "float16", "float32"}
+    name = (stored.name if stored.name in known else loaded.dtype.name) if name == "auto" else name
+    targets = adapter_targets(loaded.spec, loaded.layout)
+    return AdapterOptions(targets, config.max_loras, config.max_lora_rank, _dtype(name))
+
+
+def adapter_registry(loaded: LoadedModel, config: EngineConfig, options: AdapterOptions) -> AdapterRegistry:
+    """The registry of an engine's adapters."""
+    most = max(16, 2 * config.max_loras) if config.max_cpu_loras is None else config.max_cpu_loras
+    return AdapterRegistry(functools.partial(_read, loaded=_description(loaded), options=options), max_loaded=most)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """What reading an adapter needs of a model: no weights."""
+
+    family: Any
+    spec: Any
+    layout: Any
+
+
+def _description(loaded: LoadedModel) -> _Model:
+    family = family_of(loaded.config) if loaded.config else LLAMA  # live arrays of a DecoderSpec: Llama's names
+    return _Model(family, loaded.spec if loaded.stored_spec is None else loaded.stored_spec, loaded.layout)
+
+
+def _read(name: str, source: Any, generation: int, *, loaded: _Model, options: AdapterOptions) -> LoadedAdapter:
+    """See `adapter_registry.Read`."""
+    model = (loaded.family, loaded.spec, loaded.layout)
+    sizes: dict[str, Any] = {"max_rank": options.rank, "dtype": options.dtype}
+    if isinstance(source, str):
+        adapter = read_adapter(Path(source).expanduser(), *model, **sizes)
+    else:
+        arrays, more = source
+        adapter = read_arrays(arrays, *model, **sizes, **more)
+    key = f"{name} {generation} {_digest(adapter)}"
+    content = options.content(adapter)
+    num_bytes = sum(leaf.nbytes for leaf in _leaves(content))
+    return LoadedAdapter(name, key, adapter.rank, content, num_bytes, describe_adapter(name, adapter))
+
+
+def _digest(adapter: Adapter) -> str:
+    """Digest of an adapter's numbers. A folder that has changed since it was read gives another one."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf, matrix in sorted(adapter.matrices.items()):
+        digest.update(leaf.encode())
+        for array in (matrix.a, matrix.b, matrix.ranks, matrix.scales):
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _leaves(content: Mapping[str, Any]) -> list[np.ndarray]:
+    import jax
+
+    return jax.tree.leaves(dict(content))
+
+
+def _dtype(name: str) -> np.dtype:
+    import jax.numpy as jnp
+
+    return np.dtype(getattr(jnp, name))

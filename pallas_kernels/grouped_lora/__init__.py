@@ -1,0 +1,130 @@
+"""grouped_lora: adds each row's own low-rank adapter to the result of a matmul (LoRA, arXiv:2106.09685)."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.checks import expect_floats, expect_integers
+from pallas_kernels.grouped_lora import reference, xla
+from pallas_kernels.grouped_lora.pattern import repeated
+from pallas_kernels.platforms import Implementation, pick
+
+# `Implementation.refuse` takes (device, x, base, a)
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.grouped_lora),
+    "xla": Implementation(xla.grouped_lora),
+}
+# `Implementation.refuse` takes (device, h, base, b)
+EXPAND_IMPLEMENTATIONS = {
+    "reference": Implementation(reference.lora_expand),
+    "xla": Implementation(xla.lora_expand),
+}
+
+
+def grouped_lora(
+    x: Float[Array, "rows in"],
+    base: Float[Array, "rows out"],
+    a: Float[Array, "layers slots parts R in"],
+    b: Float[Array, "layers slots R out"],
+    ranks: Int[Array, "layers slots parts"],
+    scales: Float[Array, "layers slots parts"],
+    slot_of_row: Int[Array, " rows"],
+    num_rows: Int[Array, ""] | int,
+    *,
+    layer: Int[Array, ""] | int,
+    pattern: Sequence[tuple[int, int]],
+    implementation: str | None = None,
+) -> Float[Array, "rows out"]:
+    """base[n, o] + scale * sum over r below the true rank of B[r, o] * (A[r] . x[n]), with the adapter of row n.
+
+    A fused matrix has several parts, each with its own A. An output uses the A, the rank and the scale of its part.
+    Sums are float32. The result is rounded once, to base's dtype. In place if base is not used afterwards.
+
+    x:           rows before the matmul. base: rows after it.
+    a, b:        pools of adapters in slots, for all layers. They may have another dtype than x, such as bfloat16 with
+                 x in float32. R is the largest rank. Numbers of a slot beyond its true rank are not used; they may be
+                 NaN.
+    ranks:       int32, at most R. 0: the slot has no adapter for this part.
+    scales:      float32.
+    slot_of_row: int32, the slot of each row's adapter. -1: no adapter. Others must be below `slots`, not checked.
+    num_rows:    number of leading rows that are needed. Results of other rows are undefined.
+    layer:       int32, index of the first axis of the pools, not checked. May be traced, so that all layers share one
+                 trace. The pools are not sliced, which could copy them.
+    pattern:     static pairs (part, width): the next `width` outputs belong to this part. Repeated until all outputs
+                 belong to one. ((0, q_per_kv * head_dim), (1, head_dim), (2, head_dim)) for q, k and v.
+    implementation: None: the best one for the platform that the call is lowered for. "xla" is a loop over the adapters
+                 of the batch. "reference" gathers an adapter for every row.
+
+    Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
+    """
+    expect_floats("x", x, "[rows, in]")
+    expect_floats("a", a, "[layers, slots, parts, R, in]")
+    if a.shape[4] != x.shape[1]:
+        raise ValueError(f"a {a.shape}: must be [layers, slots, parts, R, {x.shape[1]}], as x is {x.shape}")
+    _expect_pool(x, base, b, ranks, scales, slot_of_row, a.shape[:4])
+    if b.dtype != a.dtype:
+        raise ValueError(f"b of {b.dtype}: must be {a.dtype}, as a")
+    pattern = repeated(pattern, a.shape[2], base.shape[1])
+    layer = jnp.asarray(layer, jnp.int32)
+    call = (x, base, a, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
+    if implementation is not None:
+        return pick(IMPLEMENTATIONS, implementation, x, base, a)(*call, layer=layer, pattern=pattern)
+    default = functools.partial(xla.grouped_lora, layer=layer, pattern=pattern)
+    return default(*call)
+
+
+def lora_expand(
+    h: Float[Array, "rows R"],
+    base: Float[Array, "rows out"],
+    b: Float[Array, "layers slots R out"],
+    ranks: Int[Array, "layers slots 1"],
+    scales: Float[Array, "layers slots 1"],
+    slot_of_row: Int[Array, " rows"],
+    num_rows: Int[Array, ""] | int,
+    *,
+    layer: Int[Array, ""] | int,
+    implementation: str | None = None,
+) -> Float[Array, "rows out"]:
+    """base[n, o] + scale * sum over r below the true rank of B[r, o] * h[n, r]: the second half of `grouped_lora`.
+
+    For an embedding, h[n] is the row of A that belongs to the token. h is float32; numbers beyond the true rank are not
+    used. The other arguments and errors are those of `grouped_lora`, with one part.
+    """
+    expect_floats("h", h, "[rows, R]")
+    if h.dtype != jnp.float32:
+        raise ValueError(f"h of {h.dtype}: must be float32")
+    expect_floats("b", b, "[layers, slots, R, out]")
+    _expect_pool(h, base, b, ranks, scales, slot_of_row, (*b.shape[:2], 1, h.shape[1]))
+    layer = jnp.asarray(layer, jnp.int32)
+    call = (h, base, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
+    if implementation is not None:
+        return pick(EXPAND_IMPLEMENTATIONS, implementation, h, base, b)(*call, layer=layer)
+    default = functools.partial(xla.lora_expand, layer=layer)
+    return default(*call)
+
+
+def _expect_pool(
+    rows: Any, base: Any, b: Any, ranks: Any, scales: Any, slot_of_row: Any, shape: tuple[int, ...]
+) -> None:
+    """Raise ValueError unless the arrays fit `rows` and pools of [layers, slots, parts, R]."""
+    layers, slots, parts, rank = shape
+    expect_floats("base", base, "[rows, out]")
+    expect_floats("b", b, "[layers, slots, R, out]")
+    expect_integers("ranks", ranks, "[layers, slots, parts]")
+    expect_floats("scales", scales, "[layers, slots, parts]")
+    expect_integers("slot_of_row", slot_of_row, "[rows]")
+    for name, array, expected in (
+        ("base", base, (rows.shape[0], base.shape[1])),
+        ("b", b, (layers, slots, rank, base.shape[1])),
+        ("ranks", ranks, (layers, slots, parts)),
+        ("scales", scales, (layers, slots, parts)),
+        ("slot_of_row", slot_of_row, (rows.shape[0],)),
+    ):
+        if array.shape != expected:
+            raise ValueError(f"{name} {array.shape}: must be {expected}")
+    for name, array, dtype in (("ranks", ranks, jnp.int32), ("scales", scales, jnp.float32)):
+        if array.dtype != dtype:
+            raise ValueError(f"{name} of {array.dtype}: must be {jnp.dtype(dtype)}")
