@@ -14,6 +14,7 @@ from jpaged.version import __version__
 if TYPE_CHECKING:
     from jpaged.async_llm import AsyncLLM
     from jpaged.llm import LLM, generate
+    from jpaged.lora.request import LoRARequest
     from jpaged.outputs import (
         ClassificationOutput,
         CompletionOutput,
@@ -41,6 +42,7 @@ EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names
 _MODULES = {
     "jpaged.async_llm": ("AsyncLLM",),
     "jpaged.llm": ("LLM", "generate"),
+    "jpaged.lora.request": ("LoRARequest",),
     "jpaged.outputs": (
         "ClassificationOutput", "CompletionOutput", "EmbeddingOutput", "EngineStats", "Logprob", "PoolingRequestOutput",
         "RequestMetrics", "RequestOutput", "ScoreOutput", "SpeculationStats", "TokenPoolingOutput",
@@ -84,6 +86,7 @@ __all__ = [
     "TokensPrompt",
     "EngineConfig",
     "SpeculationConfig",
+    "LoRARequest",
     "EngineArgs",
     "AsyncEngineArgs",
     "AsyncLLMEngine",

@@ -255,8 +255,8 @@ class EngineConfig:
     folders when they are needed. Default: the larger of 16 and twice max_loras."""
 
     lora_dtype: str = "auto"
-    """Type of LoRA adapters on the device: auto, bfloat16, float16, float32. auto is the type of the checkpoint, also on
-    CPU, where the weights themselves may be float32."""
+    """Type of LoRA adapters on the device: auto, bfloat16, float16, float32. auto is the checkpoint's type, even if the
+    weights are float32, as on CPU."""
 
     speculative_config: SpeculationConfig | None = None
     """Speculative decoding, as a JSON object with vLLM's keys, such as {"method": "ngram", "num_speculative_tokens":

@@ -109,7 +109,7 @@ class LLM(EngineAccess):
         prompts: a text, {"prompt": text}, {"prompt_token_ids": ids} or a list of ids; or a list of these.
         sampling_params: one for all prompts, or a list with one each. None: the model's generation_config.json.
         use_tqdm: show a progress bar, on a terminal or in a notebook; or a callable to use instead of `tqdm.tqdm`.
-        lora_request: LoRA adapter of all prompts, or a list with one each; None: the base model. Needs enable_lora=True.
+        lora_request: LoRA adapter of all prompts, or a list with one each; None: the base model. Needs enable_lora.
         priority: one for all prompts, or a list with one each. With scheduling_policy="priority", lower starts first.
 
         Raises RequestError for the first bad prompt, before any prompt runs. Raises EngineError when the device fails;

@@ -35,6 +35,7 @@ ALLOWED = {
     "jpaged.frontend.build": {
         "jpaged.frontend", "jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models",
     },
+    "jpaged.frontend.adapters": {"jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
     "jpaged.frontend": {"jpaged.engine"},
     "jpaged.diagnosis": {"jpaged.runtime", "pallas_kernels"},
     "jpaged.planning": {"jpaged.frontend.engine_config", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
@@ -61,6 +62,7 @@ SHARED = {
     "jpaged.errors",
     "jpaged.kv_groups",
     "jpaged.lifetime",
+    "jpaged.lora",
     "jpaged.metric_families",
     "jpaged.metrics",
     "jpaged.outputs",
@@ -87,10 +89,11 @@ ROOMS = {
         "admin": {"schemas", "web", "openai_api"},
     },
     "jpaged.engine": {
+        "adapters": set(),
         "kv_cache": set(),
         "grammar": set(),
         "speculation": set(),
-        "scheduling": {"kv_cache", "speculation"},
+        "scheduling": {"adapters", "kv_cache", "speculation"},
     },
     "jpaged.runtime": {
         "store": set(),

@@ -4,8 +4,8 @@ Called by: `LLM`, `AsyncLLM` and the server, on any thread.
 Owns: the names and numbers of adapters, and how many are in host memory.
 Never: touches the device, or lets a caller wait for a file: `get` returns a Future.
 
-An adapter is read on a thread of its own when it is asked for. If more than `max_loaded` are in memory, the one that was
-asked for the longest time ago is dropped, and read again when it is needed. Requests keep the version that they have.
+An adapter is read on a thread of its own when it is asked for. At most `max_loaded` are in memory. Those that were used
+the longest time ago are dropped, and read again when they are needed. Requests keep the version that they have.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ class AdapterRegistry:
     def get(self, request: LoRARequest) -> Future[LoadedAdapter]:
         """The adapter of a request, which is read if it is not in memory. A new name is added, if it has a path.
 
-        Raises RequestError for an unknown name without a path, or if name, number or path belong to another adapter. The
-        Future raises ModelLoadError for an adapter that cannot be read.
+        Raises RequestError for an unknown name without a path, or if name, number or path belong to another adapter.
+        The Future raises ModelLoadError for an adapter that cannot be read.
         """
         with self._lock:
             return self._ask(self._entry(request))
@@ -119,11 +119,13 @@ class AdapterRegistry:
         if entry is None:
             if not request.lora_path:
                 there = ", ".join(self._entries) or "none"
-                raise RequestError("lora_request", request.lora_name, f"unknown adapter without a lora_path; known: {there}")
+                known = f"unknown adapter: name its folder (lora_path), or one of those there are: {there}"
+                raise RequestError("lora_request", request.lora_name, known)
             entry = _Entry(request.lora_name, request.lora_int_id, request.lora_path, request.lora_path)
             self._entries[entry.name] = entry
         elif request.lora_path and request.lora_path != entry.path:
-            known = f"adapter {entry.name!r} is from {entry.path or 'live arrays'}: use load_inplace=True, or another name"
+            origin = entry.path or "live arrays"
+            known = f"adapter {entry.name!r} is from {origin}: set load_inplace, or use another name"
             raise RequestError("lora_path", request.lora_path, known)
         return entry
 
@@ -133,7 +135,8 @@ class AdapterRegistry:
         if known is not None and known.int_id != request.lora_int_id:
             raise RequestError("lora_int_id", request.lora_int_id, f"adapter {known.name!r} has {known.int_id}")
         if same is not None and same.name != request.lora_name:
-            raise RequestError("lora_int_id", request.lora_int_id, f"belongs to adapter {same.name!r}: use another number")
+            known_as = f"is the number of adapter {same.name!r}: use another one"
+            raise RequestError("lora_int_id", request.lora_int_id, known_as)
 
     def _ask(self, entry: _Entry) -> Future[LoadedAdapter]:
         entry.asked_at = next(self._order)

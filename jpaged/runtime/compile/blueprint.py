@@ -425,8 +425,8 @@ class FittedBuild:
         with pinned():  # settings are per thread, and several threads compile
             if isinstance(shape, ForwardShape):
                 return compile_forward(
-                    blueprint.step_params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups, layout=model.layout,
-                    implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
+                    blueprint.step_params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups,
+                    layout=model.layout, implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
                     placement=blueprint.placement, store=self.store, stage=model.stage,
                     capture=model.drafter.capture if model.drafter is not None and shape.captures else None,
                 )  # fmt: skip

@@ -325,8 +325,8 @@ def fit(
     """Fit the KV pool into memory. A default max_model_len shrinks to the longest that fits.
 
     dtype: of hidden states. kv_format: of pages; None: `dtype`. free_bytes: left after all weights, for temporaries,
-    table, pool, adapters, and the drafter's pages and state; None on CPU. Raises ModelLoadError if not one block fits, or an
-    explicit max_model_len does not.
+    table, pool, adapters, and the drafter's pages and state; None on CPU. Raises ModelLoadError if not one block fits,
+    or an explicit max_model_len does not.
     """
     kv_format = kv_format or KVFormat(dtype)
     of_model = block_bytes(spec, limits, kv_format, platform)

@@ -27,6 +27,7 @@ from jax import export
 
 import jpaged.models
 import pallas_kernels
+from jpaged.models.adapters import AdapterPool
 from jpaged.models.quantization import JoinedWeight
 from jpaged.phases import phase
 from jpaged.runtime.jax_compat import with_old_partitioner
@@ -199,7 +200,7 @@ def _quantized_auxdata(data: bytes) -> tuple[Any, ...]:
     return kind, tuple(shape), jax.numpy.dtype(dtype), *others
 
 
-_TREES = (DeviceState, SamplingState, KVPages, JoinedWeight)
+_TREES = (DeviceState, SamplingState, KVPages, JoinedWeight, AdapterPool)
 _register_trees()
 
 
