@@ -17,7 +17,7 @@ from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.errors import RequestError
 from jpaged.kv_groups import max_blocks
 from jpaged.params.sampling import SamplingParams
-from tests.engine.fake_runner import DeviceFailure, FakeRunner, candidates, next_token, sample_seed
+from tests.engine.fake_runner import DeviceFailure, FakeRunner, adapted_seed, candidates, next_token, sample_seed
 
 VOCAB_SIZE = 31
 EOS = 7
@@ -50,7 +50,7 @@ class Rules(Protocol):
 
 def expected(
     token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], index: int = 0,
-    rules: Rules | None = None,
+    rules: Rules | None = None, adapter: int = 0,
 ) -> tuple[list[int], str]:
     """Tokens and finish reason of one sample of a request that runs alone."""
     tokens = list(token_ids)
@@ -58,7 +58,7 @@ def expected(
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
     seed = sample_seed(params.seed, index) if params.temperature > 0 else 0
     while True:
-        token = next_token(tokens, VOCAB_SIZE, seed, windows)
+        token = next_token(tokens, VOCAB_SIZE, adapted_seed(seed, adapter), windows)
         tokens.append(token if rules is None else rules.next(tokens, len(tokens) - len(token_ids), token))
         if tokens[-1] in stops:
             return tokens[len(token_ids) :], "stop"
@@ -67,7 +67,8 @@ def expected(
 
 
 def expected_beams(
-    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], count: int
+    token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], count: int,
+    adapter: int = 0,
 ) -> list[tuple[list[int], str]]:
     """The answers of a beam search. Each beam is computed from its whole sequence."""
     longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
@@ -78,7 +79,8 @@ def expected_beams(
     )  # fmt: skip
     beams = [list(token_ids)]
     while True:
-        gave = [candidates(next_token(beam, VOCAB_SIZE, 0, windows), VOCAB_SIZE, count) for beam in beams]
+        best = [next_token(beam, VOCAB_SIZE, adapted_seed(0, adapter), windows) for beam in beams]
+        gave = [candidates(token, VOCAB_SIZE, count) for token in best]
         steps = search.advance(*(np.stack(part) for part in zip(*gave, strict=True)))
         if search.is_over:
             return [(list(found.token_ids), found.finish_reason) for found in search.best(params.n)]
@@ -138,6 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.rules: dict[str, Rules] = {}
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.salts: dict[str, str] = {}
+        self.adapters: dict[str, int] = {}  # by request id; without an entry: the base model alone
         self.progress: dict[tuple[str, int], int] = {}
         self.ended: set[str] = set()
         self.waits: collections.Counter[Request] = collections.Counter()  # turns in a row without a token
@@ -272,7 +275,7 @@ class EngineMachine(RuleBasedStateMachine):
                 for index, block in enumerate(table.held, table.first_held):
                     # forks share a block that is partly full
                     computed = min((index + 1) * size, request.schedule.num_computed)
-                    beginning = (kv_group, request.token_ids[:computed])
+                    beginning = (kv_group, request.adapter, request.token_ids[:computed])
                     assert holders.setdefault(block, beginning) == beginning, "a block in the tables of two"
 
     def step(self) -> None:
@@ -327,7 +330,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert output.finished, "beams are not streamed"
         if output.outputs and output.outputs[0].finish_reason == "abort":
             return
-        wanted = expected_beams(prompt, params, self.runner.max_model_len, self.runner.windows, 6)
+        adapter = self.adapters.get(output.request_id, 0)
+        wanted = expected_beams(prompt, params, self.runner.max_model_len, self.runner.windows, 6, adapter)
         assert [(answer.token_ids, answer.finish_reason) for answer in output.outputs] == wanted
         for answer in output.outputs:
             assert (answer.logprobs is None) == (params.logprobs is None)
@@ -336,8 +340,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def judge_samples(self, output, prompt, params) -> None:
         limits = self.runner.max_model_len, self.runner.windows
-        rules = self.rules.get(output.request_id)
-        samples = [expected(prompt, params, *limits, index, rules) for index in range(params.num_sequences)]
+        rules, adapter = self.rules.get(output.request_id), self.adapters.get(output.request_id, 0)
+        samples = [expected(prompt, params, *limits, index, rules, adapter) for index in range(params.num_sequences)]
         aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
         if params.chooses:
             assert output.finished

@@ -11,6 +11,7 @@ written to.
    weights that it depends on, directly or through the slots that it attended to.
 5. A verify step writes its drafts into the pages like any token. The slots of rejected drafts become GARBAGE, which no
    later token may see.
+6. An adapter is a number, which changes every token of the model. A row reads it in its slot when it computes.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jpaged.engine.step_plan import (
+    NO_ADAPTER,
     NOTHING_ALLOWED,
     BlockMove,
     RowInit,
@@ -111,6 +113,7 @@ class FakeRunner:
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
         self.owners: list[object] = [None] * self.max_num_seqs  # of the last init
         self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> content of the block
+        self.adapters: list[int | None] = [None] * self.num_adapter_slots
 
     def program_metrics(self) -> ProgramMetrics:
         """Figures of programs that do not exist."""
@@ -127,6 +130,8 @@ class FakeRunner:
         for kind, source, target in plan.moves.tolist():
             self._move(BlockMove(kind), source, target)
         copied = {target for kind, _, target in plan.moves.tolist() if kind == BlockMove.COPY}
+        for load in plan.adapter_loads:
+            self.adapters[load.slot] = load.content
         for init in plan.row_inits:
             self.inits[init.row] = init
             self.masks[init.row] = None if init.extras is None else init.extras.mask
@@ -155,7 +160,7 @@ class FakeRunner:
                     self.written_for[block, offset] = kv_group, position
                     self.written_long[block, offset] = self._uses_long_rope(row, position + 1)
                     self.written_with[block, offset] = self.row_weights[row]
-                    self.written_salt[block, offset] = self.salt_of(row)
+                    self.written_salt[block, offset] = self._salt(row)
         first_fork = len(plan.rows) - len(plan.forked_from)
         for init in plan.row_inits:  # after writing: a prefix may have been written in this very step
             self._find_weights(init, is_fork=init.row in plan.rows[first_fork:])
@@ -291,6 +296,7 @@ class FakeRunner:
         self.released = True
         self.pages[:] = UNWRITTEN
         self.written_for[:] = UNWRITTEN
+        self.adapters = [None] * self.num_adapter_slots
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
         """Allow steps again."""
@@ -321,6 +327,7 @@ class FakeRunner:
 
     def _fail(self, call: str) -> None:
         self.pages[:] = UNWRITTEN  # the real runner's state was donated to the failed step, and is lost too
+        self.adapters = [None] * self.num_adapter_slots
         raise DeviceFailure(call)
 
     def _check(self, plan: StepPlan) -> None:
@@ -398,10 +405,26 @@ class FakeRunner:
         assert (tokens != UNWRITTEN).all(), "attends to a slot that was never written"
         assert (self.written_for[blocks, offsets, 0] == kv_group).all(), "attends to another kv_group's block"
         assert (self.written_for[blocks, offsets, 1] == positions).all(), "attends to other positions"
-        assert (self.written_salt[blocks, offsets] == self.salt_of(row)).all(), "attends to KV of another salt"
+        assert (self.written_salt[blocks, offsets] == self._salt(row)).all(), "attends to KV of another salt or adapter"
         long = self._uses_long_rope(row, length)
         assert (self.written_long[blocks, offsets] == long).all(), "attends to KV of another rope"
         return positions, tokens
+
+    def adapter_of(self, row: int) -> int:
+        """The adapter in a row's slot; 0: the base model alone."""
+        slot = self.inits[row].adapter_slot
+        if slot == NO_ADAPTER:
+            return 0
+        assert self.adapters[slot] is not None, "an empty slot"
+        return self.adapters[slot]
+
+    def adapter_content(self, adapter: int) -> int:
+        """The adapter itself."""
+        return adapter
+
+    def _salt(self, row: int) -> str:
+        """Salt of a row's request, and its adapter."""
+        return f"{self.salt_of(row)} {self.adapter_of(row)}"
 
     def _uses_long_rope(self, row: int, length: int) -> bool:
         """Whether a row's token at this length is computed with the rope of long sequences."""
@@ -425,7 +448,8 @@ class FakeRunner:
         seen = [self.seen(row, kv_group, length)[1] for kv_group in range(len(self.windows))]
         init = self.inits[sampler]
         seed = sample_seed(init.seed, init.sample_index) if init.temperature > 0 else 0
-        return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)
+        assert self.adapter_of(row) == self.adapter_of(sampler), "a fork with another adapter"
+        return _hash(np.concatenate(seen).tolist(), self.vocab_size, adapted_seed(seed, self.adapter_of(row)))
 
     def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
         places, successors, _ = plan.scored
@@ -470,6 +494,11 @@ def candidates(token: int, vocab_size: int, count: int) -> tuple[np.ndarray, np.
 def sample_seed(seed: int, index: int) -> int:
     """Seed of one of n samples."""
     return seed + 1_000_003 * index
+
+
+def adapted_seed(seed: int, adapter: int) -> int:
+    """Seed of a sample with an adapter; 0: the base model alone."""
+    return seed + 7_000_003 * adapter
 
 
 def _hash(token_ids: list[int], vocab_size: int, seed: int) -> int:

@@ -12,6 +12,7 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 from jpaged.engine import engine
+from jpaged.engine.adapters.adapter_gate import AdapterGate
 from jpaged.engine.kv_cache import block_namer
 from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, prefix_root
 from jpaged.engine.kv_cache.host_tier import HostTier
@@ -26,6 +27,7 @@ from jpaged.engine.scheduling.running_requests import RunningRequests
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
+from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import COUNTERS, EngineMachine
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.pool_machine import PoolMachine
@@ -51,6 +53,15 @@ DRAFT_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 def draft_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """Register a function that plants a bug of verify steps."""
     DRAFT_BUGS[plant.__name__] = plant
+    return plant
+
+
+ADAPTER_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def adapter_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Register a function that plants a bug of LoRA adapters."""
+    ADAPTER_BUGS[plant.__name__] = plant
     return plant
 
 
@@ -399,6 +410,76 @@ def _without_moves(patch, method, kind):
     patch.setattr(BlockPool, method, call)
 
 
+@adapter_bug
+def an_adapter_slot_reused_in_flight(patch):
+    """A slot looks unused while its requests run."""
+
+    def use(gate, slot, request):
+        gate._slot_of_group[request.request_id] = slot
+        slot.users.add(request.request_id)
+        slot.users = set()
+
+    patch.setattr(AdapterGate, "_use", use)
+    patch.setattr(AdapterGate, "leave", lambda gate, request_id: gate._slot_of_group.pop(request_id, None))
+    patch.setattr(AdapterGate, "check", lambda gate: None)
+
+
+@adapter_bug
+def a_version_missing_from_the_key(patch):
+    """KV of the adapter that had the name before is found."""
+    patch.setattr(
+        block_namer, "prefix_root",
+        lambda adapter, **others: prefix_root(adapter=adapter.partition(" ")[0], **others),
+    )  # fmt: skip
+
+
+@adapter_bug
+def an_adapter_missing_from_the_key(patch):
+    """KV of another adapter, or of the base model, is found."""
+    patch.setattr(block_namer, "prefix_root", lambda adapter, **others: prefix_root(**others))
+
+
+@adapter_bug
+def an_adapter_that_is_not_loaded(patch):
+    """The slot keeps what it had before."""
+    patch.setattr(AdapterGate, "take_loads", lambda gate: ())
+
+
+@adapter_bug
+def a_fork_without_its_adapter(patch):
+    """Only the first request of a group starts with the slot."""
+    slot_of = AdapterGate.slot_of
+    patch.setattr(AdapterGate, "slot_of", lambda gate, request: -1 if request.index else slot_of(gate, request))
+
+
+@adapter_bug
+def a_slot_that_is_free_after_one_of_several_answers(patch):
+    """The group's other requests still run."""
+    finish = Scheduler.finish
+
+    def finish_and_leave(scheduler, request, status):
+        finish(scheduler, request, status)
+        slot = scheduler.adapters._slot_of_group.get(request.request_id)
+        if slot is not None:
+            slot.users.discard(request.request_id)
+
+    patch.setattr(Scheduler, "finish", finish_and_leave)
+    patch.setattr(AdapterGate, "leave", lambda gate, request_id: gate._slot_of_group.pop(request_id, None))
+    patch.setattr(AdapterGate, "check", lambda gate: None)
+
+
+@adapter_bug
+def adapters_lost_in_sleep(patch):
+    """The slots are not written again."""
+    patch.setattr(AdapterGate, "load_again", lambda gate: None)
+
+
+@adapter_bug
+def an_aborted_request_that_keeps_waiting(patch):
+    """It starts when its adapter has a slot."""
+    patch.setattr(AdapterGate, "withdraw", lambda gate, request: None)
+
+
 # The gate looks for all of them. Those here are found in less than a second each.
 QUICK = [name for name in list(BUGS)[::6] if name != "a_slot_freed_before_it_is_read"]
 
@@ -412,11 +493,22 @@ def test_a_planted_bug_is_found(name, monkeypatch):
 QUICK_DRAFT_BUGS = ("a_length_off_by_one_after_acceptance", "a_grammar_that_is_not_rolled_back")
 
 
+QUICK_ADAPTER_BUGS = ("an_adapter_slot_reused_in_flight", "adapters_lost_in_sleep", "a_fork_without_its_adapter")
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_DRAFT_BUGS)) for name in DRAFT_BUGS]
 )
 def test_a_planted_bug_of_verify_steps_is_found(name, monkeypatch):
     _find(name, DRAFT_BUGS[name], SpeculatingMachine, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_ADAPTER_BUGS)) for name in ADAPTER_BUGS],
+)
+def test_a_planted_bug_of_adapters_is_found(name, monkeypatch):
+    _find(name, ADAPTER_BUGS[name], AdapterMachine, monkeypatch)
 
 
 def _find(name, plant, machine, patch):

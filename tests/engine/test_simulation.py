@@ -4,6 +4,7 @@
 import pytest
 from hypothesis import settings
 
+from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
 from tests.engine.speculating_machine import SpeculatingMachine
 
@@ -28,6 +29,17 @@ class TestSpeculation(SpeculatingMachine.TestCase):
 @pytest.mark.slow
 class TestSpeculationLonger(SpeculatingMachine.TestCase):
     settings = settings(max_examples=100, stateful_step_count=40)
+
+
+class TestAdapters(AdapterMachine.TestCase):
+    """With LoRA adapters. The gate runs TestAdaptersLonger too."""
+
+    settings = settings(max_examples=8, stateful_step_count=30)
+
+
+@pytest.mark.slow
+class TestAdaptersLonger(AdapterMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40)
 
 
 # hypothesis shrinks a failing example for up to 300 s: the usual timeout would end the process before it is printed
