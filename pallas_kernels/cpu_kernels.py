@@ -15,6 +15,8 @@ from pallas_kernels.dot.cpu import KERNEL as DOT
 from pallas_kernels.dot.cpu import kernel as dot
 from pallas_kernels.grouped_dot.cpu import KERNEL as GROUPED_DOT
 from pallas_kernels.grouped_dot.cpu import kernel as grouped_dot
+from pallas_kernels.grouped_lora.cpu import KERNEL as GROUPED_LORA
+from pallas_kernels.grouped_lora.cpu import kernel as grouped_lora
 from pallas_kernels.native import library, processors
 from pallas_kernels.paged_attention.cpu import KERNEL as PAGED_ATTENTION
 from pallas_kernels.paged_attention.cpu import kernel as paged_attention
@@ -31,17 +33,22 @@ from pallas_kernels.write_kv.cpu import kernel as write_qkv
 
 # by module of the native kernel: the function that loads it into this process
 KERNELS = {
-    DOT: dot, GROUPED_DOT: grouped_dot, PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot,
-    QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, SET_ROWS: set_rows, WRITE_QKV: write_qkv,
+    DOT: dot, GROUPED_DOT: grouped_dot, GROUPED_LORA: grouped_lora, PAGED_ATTENTION: paged_attention,
+    QUANTIZED_DOT: quantized_dot, QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, SET_ROWS: set_rows,
+    WRITE_QKV: write_qkv,
 }  # fmt: skip
 _ROOT = pathlib.Path(__file__).parents[1]
 _ahead: set[str] = set()  # modules that `compile_ahead` has seen
 
 
-def kernels_of_model(*, quantized: bool, experts: bool) -> tuple[str, ...]:
-    """Modules of the kernels that a model's programs may call. quantized, experts: the model has such weights."""
+def kernels_of_model(*, quantized: bool, experts: bool, adapters: bool = False) -> tuple[str, ...]:
+    """Modules of the kernels that a model's programs may call.
+
+    quantized, experts: the model has such weights. adapters: its programs take LoRA adapters.
+    """
     unused = {
         QUANTIZED_DOT: not quantized, GROUPED_DOT: not experts, QUANTIZED_GROUPED_DOT: not (quantized and experts),
+        GROUPED_LORA: not adapters,
     }  # fmt: skip
     return tuple(module for module in KERNELS if not unused.get(module))
 

@@ -1,26 +1,29 @@
 """grouped_lora: adds each row's own low-rank adapter to the result of a matmul (LoRA, arXiv:2106.09685)."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers
-from pallas_kernels.grouped_lora import reference, xla
+from pallas_kernels.grouped_lora import cpu, reference, xla
 from pallas_kernels.grouped_lora.pattern import repeated
-from pallas_kernels.platforms import Implementation, pick
+from pallas_kernels.platforms import Implementation, pick, takes_native
 
-# `Implementation.refuse` takes (device, x, base, a)
+# `Implementation.refuse` takes (device, x, base, a, pattern)
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.grouped_lora),
     "xla": Implementation(xla.grouped_lora),
+    "cpu": Implementation(cpu.grouped_lora, cpu.refuse),
 }
 # `Implementation.refuse` takes (device, h, base, b)
 EXPAND_IMPLEMENTATIONS = {
     "reference": Implementation(reference.lora_expand),
     "xla": Implementation(xla.lora_expand),
+    "cpu": Implementation(cpu.lora_expand, cpu.refuse_expand),
 }
 
 
@@ -51,12 +54,13 @@ def grouped_lora(
     scales:      float32.
     slot_of_row: int32, the slot of each row's adapter. -1: no adapter. Others must be below `slots`, not checked.
     num_rows:    number of leading rows that are needed. Results of other rows are undefined.
-    layer:       int32, index of the first axis of the pools, not checked. May be traced, so that all layers share one
-                 trace. The pools are not sliced, which could copy them.
+    layer:       int32, index of the first axis of the pools, not checked. It may be traced, so that all layers share
+                 one trace. The pools are not sliced, which could copy them.
     pattern:     static pairs (part, width): the next `width` outputs belong to this part. Repeated until all outputs
                  belong to one. ((0, q_per_kv * head_dim), (1, head_dim), (2, head_dim)) for q, k and v.
     implementation: None: the best one for the platform that the call is lowered for. "xla" is a loop over the adapters
-                 of the batch. "reference" gathers an adapter for every row.
+                 of the batch. "cpu" is a native kernel for CPU: it reads the true ranks only, and a row's bits do not
+                 depend on other rows, on R, or on the slot. "reference" gathers an adapter for every row.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
@@ -71,9 +75,11 @@ def grouped_lora(
     layer = jnp.asarray(layer, jnp.int32)
     call = (x, base, a, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
     if implementation is not None:
-        return pick(IMPLEMENTATIONS, implementation, x, base, a)(*call, layer=layer, pattern=pattern)
-    default = functools.partial(xla.grouped_lora, layer=layer, pattern=pattern)
-    return default(*call)
+        return pick(IMPLEMENTATIONS, implementation, x, base, a, pattern)(*call, layer=layer, pattern=pattern)
+    default = functools.partial(xla.grouped_lora, pattern=pattern)
+    if not takes_native(cpu.refuse, x, base, a, pattern):
+        return default(*call, layer=layer)
+    return _by_platform(call, layer, default, cpu=functools.partial(cpu.grouped_lora, pattern=pattern))
 
 
 def lora_expand(
@@ -102,8 +108,17 @@ def lora_expand(
     call = (h, base, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
     if implementation is not None:
         return pick(EXPAND_IMPLEMENTATIONS, implementation, h, base, b)(*call, layer=layer)
-    default = functools.partial(xla.lora_expand, layer=layer)
-    return default(*call)
+    if not takes_native(cpu.refuse_expand, h, base, b):
+        return xla.lora_expand(*call, layer=layer)
+    return _by_platform(call, layer, xla.lora_expand, cpu=cpu.lora_expand)
+
+
+def _by_platform(
+    call: tuple[Any, ...], layer: Array, default: Callable[..., Any], **kernels: Callable[..., Any]
+) -> Any:
+    """Call the kernel of the platform that is lowered for."""
+    branches = {name: lambda *args, each=each: each(*args[:-1], layer=args[-1]) for name, each in kernels.items()}
+    return lax.platform_dependent(*call, layer, **branches, default=lambda *args: default(*args[:-1], layer=args[-1]))
 
 
 def _expect_pool(

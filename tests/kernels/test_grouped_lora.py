@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_lora, lora_expand
-from pallas_kernels.grouped_lora import EXPAND_IMPLEMENTATIONS, IMPLEMENTATIONS
+from pallas_kernels.grouped_lora import EXPAND_IMPLEMENTATIONS, IMPLEMENTATIONS, cpu
 from tests.kernels.lora_cases import CASES, LAYER, in_float64, make
 
 pytestmark = pytest.mark.codegen
@@ -17,6 +17,13 @@ pytestmark = pytest.mark.codegen
 def program(implementation, pattern):
     call = functools.partial(grouped_lora, layer=LAYER, pattern=pattern, implementation=implementation)
     return jax.jit(call)
+
+
+def skip_refused(implementation, call, pattern):
+    """Skip a test of the native kernel where it cannot run."""
+    reason = cpu.refuse(jax.devices("cpu")[0], call[0], call[1], call[2], pattern) if implementation == "cpu" else None
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def compare(found, expected, dtype):
@@ -35,6 +42,7 @@ def compare(found, expected, dtype):
 def test_matches_float64(implementation, name, dtype, pool):
     case = CASES[name]
     call = make(case, dtype, pool)
+    skip_refused(implementation, call, case.pattern)
     found = program(implementation, case.pattern)(*call)
     assert found.dtype == dtype
     assert found.shape == call[1].shape
@@ -50,7 +58,9 @@ def expansion(implementation):
 @pytest.mark.parametrize(("dtype", "pool"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_expand_matches_float64(implementation, dtype, pool):
     case = CASES["down"]
-    base, a, b, ranks, scales, slots, num_rows = make(case, dtype, pool)[1:]
+    call = make(case, dtype, pool)
+    skip_refused(implementation, call, case.pattern)
+    base, a, b, ranks, scales, slots, num_rows = call[1:]
     h = np.random.default_rng(1).standard_normal((case.rows, case.rank)).astype(np.float32)
     given = h.copy()
     for row, slot in enumerate(slots):
