@@ -1,6 +1,7 @@
 """LoRA adapters that are refused: the message names the file, the option or tensor, and what to change."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,7 @@ WRONG: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         lambda t: t | {f"base_model.model.extra.{n}": zeros(1) for n in range(5)},
         "tensors base_model.model.extra.0, base_model.model.extra.1, base_model.model.extra.2 and 2 others: unknown",
     ),
-    "other module": (renamed("mlp.up_proj", "mlp.dense"), "the model has no module model.layers.0.mlp.dense; it has"),
+    "other module": (renamed("mlp.up_proj", "mlp.dense"), "the model has no module model.layers.0.mlp.dense: the"),
     "another layer": (renamed("layers.1.", "layers.5."), "layer 5, but the model has 2 layers: the adapter is for"),
     "norm": (renamed("mlp.up_proj", "input_layernorm"), "jpaged cannot adapt attn_norm; it can adapt qkv, o, gate_up"),
     "other inputs": (changed(a=zeros(2, 96)), f"tensor {Q_A} has shape [2, 96], the model calls for [2, 64] at rank 2"),
@@ -199,6 +200,27 @@ def test_modules_of_experts_that_are_refused(name: str, old: str, new: str, mess
     assert message in message_of(one, folder)
 
 
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("layers.0.mlp.experts.1.up_proj", "layer 0 of the model has no such module"),  # it is dense
+        ("layers.1.mlp.experts.8.up_proj", "expert 8, but the model has 8 experts"),
+        ("layers.9.mlp.experts.1.up_proj", "layer 9, but the model has 2 layers"),
+        ("layers.9.mlp.experts", "layer 9, but the model has 2 layers"),
+        ("layers.0.mlp.experts", "layer 0 of the model has no such module"),
+        ("layers.0.self_attn.kv_b_proj", "jpaged cannot adapt kv_b; it can adapt gate_up, down, expert_gate_up"),
+        ("layers.1.mlp.shared_expert.up_proj", "model.layers.1.mlp.shared_expert.up_proj: the adapter is for another"),
+    ],
+)  # fmt: skip
+def test_modules_of_a_model_with_dense_layers_and_experts(module: str, message: str) -> None:
+    config = CHECKPOINTS["deepseek-v3"].config
+    arrays = {f"model.{module}.lora_{side}.weight": zeros(8, 8) for side in "AB"}
+    with pytest.raises(ModelLoadError) as caught:
+        read_arrays(arrays, family_of(config), spec_of(config), alpha=1, max_rank=8, dtype=np.float32)
+    assert str(caught.value).startswith("arrays: tensor model.layers.")
+    assert message in str(caught.value)
+
+
 def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
     one = recorded("mixtral-down")
     folder = one.write(tmp_path)
@@ -247,6 +269,43 @@ def test_arrays_of_another_kind_are_refused(arrays: Any, message: str) -> None:
     config = CHECKPOINTS["llama"].config
     with pytest.raises(RequestError, match=message):
         read_arrays(arrays, family_of(config), spec_of(config), alpha=1, max_rank=4, dtype=np.float32)
+
+
+def test_links_that_leave_the_folder(tmp_path: Path) -> None:
+    """Only the links of the Hugging Face cache may: from snapshots/REVISION into blobs."""
+    one = recorded("llama")
+    blobs, folder = one.write(tmp_path / "blobs"), tmp_path / "snapshots/1234"
+    elsewhere = one.write(tmp_path / "elsewhere")
+    folder.mkdir(parents=True)
+    for name in (TENSORS, CONFIG):
+        (folder / name).symlink_to(blobs / name)
+    assert one.read(folder).num_tensors == 28
+    for name in (TENSORS, CONFIG):
+        (folder / name).unlink()
+        (folder / name).symlink_to(elsewhere / name)
+        assert f"{name} is a link to a file outside the folder: copy the file" in message_of(one, folder)
+        (folder / name).unlink()
+        (folder / name).symlink_to(blobs / name)
+
+
+@pytest.mark.parametrize("name", [TENSORS, CONFIG])
+def test_a_pipe_is_no_file(name: str, tmp_path: Path) -> None:
+    one = recorded("llama")
+    (one.write(tmp_path) / name).unlink()
+    os.mkfifo(tmp_path / name)  # to open it would wait for a writer
+    assert f"{name} is missing" in message_of(one, tmp_path)
+
+
+def test_a_config_of_megabytes_takes_no_minutes(tmp_path: Path) -> None:
+    one = recorded("llama")
+    folder = one.write(tmp_path)
+    names = [f"layers.{n}.self_attn.q_proj" for n in range(20_000)]
+    config = {"target_modules": names, "layers_to_transform": list(range(20_000)), "rank_pattern": {}}
+    config["rank_pattern"] = dict.fromkeys(names, 2)
+    (folder / CONFIG).write_text(json.dumps(one.values["config"] | config))
+    began = time.thread_time()
+    assert len(message_of(one, folder)) < 3000
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize("key", ["(a*)*b", "(.*){9}x", ".*.*.*.*x", "(x)\\1", "(?=a)b", "a" * 501 + "+"])

@@ -11,12 +11,13 @@ import re
 import numpy as np
 
 from jpaged.errors import ModelLoadError
+from jpaged.loading.adapters.names import ends_of
 from jpaged.models.adapters import AdapterTarget, adapter_targets
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part, TensorRule
 from jpaged.models.spec import DecoderSpec, param_shapes
 
 _WEIGHT = ".weight"
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_FUSED_PATH = re.compile(r".*\.(\d{1,9})\.(?:mlp|block_sparse_moe)\.experts")
 _EXPERTS = re.compile(r"(.+\.experts)\.(?:\{expert\}\..+|gate_up_proj|down_proj)")
 _FUSED = {"expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}  # the parameter's name in Transformers
 # Index of A for each part of a leaf. A whole fused leaf has the same A for all its parts.
@@ -72,6 +73,8 @@ class Modules:
                     for fused in (path, path.replace(".block_sparse_moe.", ".mlp.")):  # Mixtral's name since 5.0
                         self._fused[fused] = leaf.layer
         self._shapes = tree
+        rules = (rule for rule in family.rules if rule.leaf in self.targets and not rule.leaf.startswith("expert_"))
+        self._ends = {end for rule in rules for end in ends_of(rule.name.removesuffix(_WEIGHT))}
 
     def find(self, path: str, label: str) -> Module:
         """The module of a path. Raises ModelLoadError for unknown modules, and for those that no adapter may change."""
@@ -109,11 +112,9 @@ class Modules:
         """True if the model has a tensor of this name."""
         return name in self._named or self._family.prefix + name in self._named
 
-    def leaves_of(self, end: str) -> set[str]:
-        """Leaves with a weight whose module path ends with `end`. Without experts, which may be named in two ways."""
-        rules = (rule for rule in self._family.rules if rule.leaf in self.targets and "expert_" not in rule.leaf)
-        ends = (end + _WEIGHT, f".{end}{_WEIGHT}")
-        return {rule.leaf for rule in rules if rule.name == ends[0] or rule.name.endswith(ends[1])}
+    def has_end(self, end: str) -> bool:
+        """True if `target_modules` may mean a module with this end. Not for experts: Transformers 5 fuses theirs."""
+        return end in self._ends
 
     def _module(self, leaf: LeafTensors, tensor: NamedRule, label: str) -> Module:
         if leaf.leaf not in self.targets:
@@ -138,16 +139,30 @@ class Modules:
 
     def _unknown(self, path: str) -> str:
         """Why a path is unknown: a number beyond the model's, or a name that the model does not have."""
-        for match in _NUMBER.finditer(path):
-            first = f"{path[: match.start()]}0{path[match.end() :]}"
-            if any(p + _WEIGHT in self._named or p in self._fused for p in (first, self._family.prefix + first)):
-                kind = "expert" if path[: match.start()].endswith("experts.") else "layer"
-                experts = self.spec.experts
-                count = self.spec.num_layers if kind == "layer" or experts is None else experts.num
-                return f"{kind} {match[0]}, but the model has {count} {kind}s: the adapter is for another model"
-        known = sorted({_NUMBER.sub("0", name.removesuffix(_WEIGHT)) for name in self._named if name.endswith(_WEIGHT)})
-        known = [name for name in known if self._named[name + _WEIGHT][0].leaf in self.targets]
-        return f"the model has no module {path}; it has {', '.join(known[:8])}: the adapter is for another model"
+        known = [rule for rule in self._family.rules if rule.leaf in self.targets and rule.name.endswith(_WEIGHT)]
+        for rule in known:
+            match = _expression(rule).fullmatch(path) or _expression(rule).fullmatch(self._family.prefix + path)
+            if match is not None:
+                return self._without(**{kind: int(n) for kind, n in match.groupdict().items()})
+        match = _FUSED_PATH.fullmatch(path)
+        if match is not None and self.spec.experts is not None:
+            return self._without(layer=int(match[1]))
+        names = ", ".join(rule.name.removesuffix(_WEIGHT) for rule in known)
+        return f"the model has no module {path}: the adapter is for another model; this one's modules are {names}"
+
+    def _without(self, layer: int, expert: int = 0) -> str:
+        """Why the model has no module with these numbers."""
+        num_experts = 0 if self.spec.experts is None else self.spec.experts.num
+        for kind, number, count in (("layer", layer, self.spec.num_layers), ("expert", expert, num_experts)):
+            if number >= count and (kind == "layer" or count):
+                return f"{kind} {number}, but the model has {count} {kind}s: the adapter is for another model"
+        return f"layer {layer} of the model has no such module: the adapter is for another model"
+
+
+def _expression(rule: TensorRule) -> re.Pattern[str]:
+    """Matches module paths of a rule, with any numbers."""
+    name = re.escape(rule.name.removesuffix(_WEIGHT))
+    return re.compile(re.sub(r"\\{(layer|expert)\\}", r"(?P<\1>\\d{1,9})", name))
 
 
 @functools.lru_cache(2)

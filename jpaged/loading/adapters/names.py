@@ -80,6 +80,12 @@ def pair_names(names: Iterable[str], label: str) -> AdapterNames:
     return AdapterNames(pairs, tuple(copies), tuple(others))
 
 
+def ends_of(path: str) -> set[str]:
+    """All ends of a module path, as `target_modules` may name it: a.b.c -> a.b.c, b.c and c."""
+    parts = path.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
+
+
 def listed(names: list[str]) -> str:
     """Return 'tensor x' or 'tensors x, y, z and 7 others'."""
     if len(names) == 1:

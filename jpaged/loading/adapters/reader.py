@@ -13,7 +13,7 @@ from jpaged.errors import ModelLoadError, RequestError, shown
 from jpaged.loading.adapters.config import CONFIG, AdapterConfig, parse_config, read_config
 from jpaged.loading.adapters.matrices import LeafArrays, LoraModule, in_layout
 from jpaged.loading.adapters.modules import Modules, modules_of
-from jpaged.loading.adapters.names import AdapterNames, TensorPair, listed, pair_names
+from jpaged.loading.adapters.names import AdapterNames, TensorPair, ends_of, listed, pair_names
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
 from jpaged.models.adapters import Adapter
 from jpaged.models.families.base import Family
@@ -94,10 +94,13 @@ def read_adapter(
     max_rank: largest rank that the pools hold.
     dtype:    of A and B in the result.
 
-    Every tensor of the file must be used. Only the two files are read; their names are fixed. Shapes and ranks are
-    checked before any array is allocated. Raises ModelLoadError with the file, the tensor or key, and what to change.
+    Every tensor of the file must be used. Only the two files are read. They may be links into the folder itself, or
+    into the blobs of the Hugging Face cache. Shapes and ranks are checked before any array is allocated.
+    Raises ModelLoadError with the file, the tensor or key, and what to change.
     """
     folder = Path(folder)
+    for name in (CONFIG, TENSORS):
+        _check_inside(folder, name)
     config = read_config(folder)
     path = folder / TENSORS
     if not path.is_file():
@@ -151,6 +154,17 @@ def describe_adapter(name: str, adapter: Adapter) -> str:
         f"adapter {name}: {adapter.num_tensors} tensors of {matrices} matrices, {rank}, "
         f"{adapter.num_bytes / 2**20:.1f} MiB"
     )
+
+
+def _check_inside(folder: Path, name: str) -> None:
+    """Refuse a link that leaves the folder. In the Hugging Face cache, files of snapshots/REVISION are in blobs."""
+    try:
+        file, root = (folder / name).resolve(), folder.resolve()
+    except (OSError, RuntimeError):  # a link to itself
+        return
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if not (file.is_relative_to(root) or file.is_relative_to(blobs)):
+        raise ModelLoadError(f"{folder / name} is a link to a file outside the folder: copy the file into the folder")
 
 
 def _read(tensors: _Tensors, config: AdapterConfig, modules: Modules, layout: WeightLayout, limits: _Limits) -> Adapter:
@@ -274,20 +288,22 @@ def _check_complete(
         )
     if config.target_modules is None:
         return
-    ends = config.target_modules
+    named, seen = set(config.target_modules), set()
     for pair, lora in zip(pairs, loras, strict=True):
+        ends = ends_of(pair.path)
+        seen |= ends
         by_other_option = lora.module.all_experts or (config.ties_head and lora.module.target.leaf == "lm_head")
-        if not by_other_option and not any(pair.path == e or pair.path.endswith(f".{e}") for e in ends):
+        if not by_other_option and named.isdisjoint(ends):
             raise ModelLoadError(
                 f"{label}: tensor {pair.a} is of a module that target_modules in {CONFIG} does not name: config and "
                 "tensors are from different adapters"
             )
-    for end in ends if not config.has_exclusions else ():
-        if modules.leaves_of(end) and not any(pair.path == end or pair.path.endswith(f".{end}") for pair in pairs):
-            raise ModelLoadError(
-                f"{label} has no tensors of {end}, which target_modules in {CONFIG} names: the adapter is incomplete, "
-                "fetch or save it again"
-            )
+    missing_ends = sorted(end for end in named - seen if modules.has_end(end))
+    if missing_ends and not config.has_exclusions:
+        raise ModelLoadError(
+            f"{label} has no tensors of {missing_ends[0]}, which target_modules in {CONFIG} names: the adapter is "
+            "incomplete, fetch or save it again"
+        )
 
 
 def _finite(name: str, tensors: _Tensors, dtype: np.dtype) -> np.ndarray:
