@@ -51,6 +51,11 @@ class AdapterGate:
         """Number of requests that wait for a slot."""
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for a slot."""
+        return sum(request.prompt_len for request in self.waiting)
+
     def names(self) -> tuple[list[str], list[str]]:
         """Names of the adapters that are in use, and of those that wait for a slot."""
         in_use = [slot.adapter.name for slot in self._slots if slot.users and slot.adapter is not None]

@@ -96,7 +96,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCou
         used_blocks=pool.num_used,
         peak_used_blocks=pool.peak_used,
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
+        num_waiting=scheduler.num_waiting,
         steps=events.steps,
         prompt_tokens=events.prompt_tokens,
         prefix_hit_tokens=events.prefix_hit_tokens,

@@ -93,7 +93,7 @@ def capture(scheduler: Scheduler, steps: StepLog, stats: EngineStats) -> EngineC
     """Copy the state of scheduler, block tables and pool. Call it between two steps. stats: the statistics now."""
     manager, now = scheduler.manager, time.monotonic()
     running = [(request, _described(request, now)) for request in scheduler.running]
-    waiting = [(request, _described(request, now)) for request in scheduler.waiting]
+    waiting = [(request, _described(request, now)) for request in scheduler.all_waiting()]
     return EngineCapture(
         step=manager.pool.step,
         block_size=manager.block_size,

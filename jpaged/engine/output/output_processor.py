@@ -143,7 +143,7 @@ class OutputProcessor:
 
     def check_integrity(self) -> None:
         """Raise EngineError unless the scheduler knows exactly the requests that should run or wait."""
-        known = {*self._scheduler.running, *self._scheduler.waiting, *self._scheduler.adapters.waiting}
+        known = {*self._scheduler.running, *self._scheduler.all_waiting()}
         live = {r for each in self.request_groups.values() for r in each.strategy.scheduled(each)}
         if known != live:
             raise EngineError(f"{len(known)} requests are scheduled, {len(live)} live")

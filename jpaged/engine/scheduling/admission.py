@@ -57,7 +57,7 @@ class AdmissionControl:
 
     def note_scheduled(self) -> None:
         """Note that a step was scheduled. Requests that still wait found no room."""
-        self._left_waiting = len(self._scheduler.waiting)
+        self._left_waiting = self._scheduler.num_waiting
 
     def check_capacity(self, request_group: RequestGroup) -> None:
         """Raise CapacityError if the waiting queue is full. For requests that arrive one by one, not for batches.
@@ -73,13 +73,14 @@ class AdmissionControl:
 
     def queue_length(self) -> QueueLength:
         """The length of the queue now, in time that grows with the queue."""
-        waiting = self._scheduler.waiting
-        free_rows = 0 if self._left_waiting else self._max_num_seqs - len(self._scheduler.running)
-        if len(waiting) < free_rows:
-            return QueueLength(len(waiting) - free_rows, waiting.num_tokens)
+        scheduler = self._scheduler
+        free_rows = 0 if self._left_waiting else self._max_num_seqs - len(scheduler.running)
+        count, num_tokens = scheduler.num_waiting, scheduler.waiting.num_tokens + scheduler.adapters.num_tokens
+        if count < free_rows:
+            return QueueLength(count - free_rows, num_tokens)
         # Requests of one group count as one: they may wait for rows while others of the group run.
-        groups = len({request.request_id for request in waiting})
-        return QueueLength(groups - free_rows, waiting.num_tokens)
+        groups = len({request.request_id for request in scheduler.all_waiting()})
+        return QueueLength(groups - free_rows, num_tokens)
 
     def has_room(self, length: QueueLength, num_tokens: int) -> bool:
         """Whether `check_length` would raise nothing. Any thread may call it."""

@@ -102,6 +102,15 @@ class Scheduler:
         """Requests that own a row, in the order of the policy."""
         return self._rows.requests
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a row, or for a slot of their adapter."""
+        return len(self.waiting) + self.adapters.num_waiting
+
+    def all_waiting(self) -> Iterator[Request]:
+        """The requests of `num_waiting`."""
+        return itertools.chain(self.waiting, self.adapters.waiting)
+
     # -- requests come and go -----------------------------------------------------------------------------------
 
     def add(self, request: Request, followers: Sequence[Request] = ()) -> None:

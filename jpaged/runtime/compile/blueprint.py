@@ -483,7 +483,9 @@ def _dtype(params: Params) -> np.dtype:
 def _kernels(model: ServedModel) -> tuple[str, ...]:
     """Modules of the native kernels that a model's programs may call on CPU."""
     quantized = any(weight.layout == "tiles" for weight in quantized_parts(model.params))
-    return kernels_of_model(quantized=quantized, experts=model.spec.experts is not None)
+    return kernels_of_model(
+        quantized=quantized, experts=model.spec.experts is not None, adapters=model.adapters is not None
+    )
 
 
 def _check_activations(name: str, params: Any, device: Any) -> None:

@@ -1,0 +1,256 @@
+"""LLM with LoRA adapters: PEFT's answers, the same bits in any batch, and the ways to name an adapter."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jpaged import LLM, LoRARequest, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import ModelLoadError, RequestError
+from jpaged.lora.request import LoRARequest as VllmsName
+from tests.golden.checkpoints import BY_NAME as CHECKPOINTS
+from tests.golden.checkpoints import write_checkpoint
+from tests.loading.recorded_adapters import Recorded, recorded, tensors_of
+from tests.support.tiny_engine import sampling_programs
+
+OPTIONS = {
+    "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "skip_tokenizer_init": True, "max_model_len": 64,
+    "max_num_seqs": 8, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 1 << 22, "row_buckets": [8],
+    "token_buckets": [32], "dtype": "float32",
+}  # fmt: skip
+NAMES = ("llama", "llama-qv", "llama-patterns", "llama-one-layer")
+
+
+@dataclasses.dataclass
+class Served:
+    """An engine on a tiny checkpoint, and folders of adapters."""
+
+    llm: LLM
+    records: dict[str, Recorded]
+    folders: dict[str, str]
+
+    def request(self, name: str | None) -> LoRARequest | None:
+        return None if name is None else LoRARequest(name, 1 + NAMES.index(name), self.folders[name])
+
+    def answers(self, prompt, names, **params):
+        """(token ids, log-probabilities) of a prompt with each adapter, in one batch."""
+        params = {"temperature": 0, "max_tokens": 8, "logprobs": 2, "ignore_eos": True} | params
+        requests = [self.request(name) for name in names]
+        outputs = self.llm.generate(
+            [prompt] * len(names), SamplingParams(**params), use_tqdm=False, lora_request=requests
+        )  # fmt: skip
+        return [of(output) for output in outputs]
+
+
+def of(output):
+    answer = output.outputs[0]
+    logprobs = [entries[token].logprob for entries, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    return list(answer.token_ids), logprobs
+
+
+def written(tmp_path, names) -> tuple[dict[str, Recorded], dict[str, str]]:
+    records = {name: recorded(name) for name in names}
+    first = records[names[0]]
+    write_checkpoint(CHECKPOINTS[first.variant.base], first.values["base_seed"], tmp_path / "model")
+    return records, {name: str(one.write(tmp_path / name)) for name, one in records.items()}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    records, folders = written(folder, NAMES)
+    with sampling_programs(SamplerVariant.FULL):
+        llm = LLM(str(folder / "model"), **OPTIONS)
+    with llm:
+        yield Served(llm, records, folders)
+
+
+def check_recorded(found, values):
+    """PEFT's greedy tokens, and its log-probabilities, up to rounding."""
+    token_ids, logprobs = found
+    assert token_ids == values["tokens"]
+    np.testing.assert_allclose(logprobs, values["logprobs"], atol=2e-4)
+
+
+def test_answers_are_pefts(served):
+    prompt = served.records["llama"].values["prompt"]
+    found = served.answers(prompt, [*NAMES, None], max_tokens=16)  # more adapters than slots
+    for name, one in zip(NAMES, found, strict=False):
+        values = served.records[name].values
+        assert values["prompt"] == prompt
+        check_recorded(one, values)
+    assert found[-1][0] == served.records["llama"].values["base_tokens"]
+    assert served.llm.stats().compiles_after_ready == 0
+
+
+def test_an_answer_has_the_same_bits_in_any_batch(served):
+    prompt = list(range(40, 64))
+    alone = [served.answers(prompt, [name])[0] for name in (*NAMES, None)]
+    served.llm.reset_prefix_cache()
+    names = [*NAMES, None, *NAMES[::-1], None]
+    for name, found in zip(names, served.answers(prompt, names), strict=True):
+        assert found == alone[(*NAMES, None).index(name)]
+
+
+def test_prefixes_are_shared_within_an_adapter_only(served):
+    prompt = [7, *range(100, 140)]
+    params = SamplingParams(temperature=0, max_tokens=1)
+
+    def cached(name):
+        request = served.request(name)
+        [output] = served.llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+        return output.num_cached_tokens
+
+    served.llm.reset_prefix_cache()
+    assert [cached(name) for name in ("llama", None, "llama-qv")] == [0, 0, 0]
+    assert [cached(name) for name in ("llama", None, "llama-qv")] == [32, 32, 32]
+
+
+def test_a_reload_serves_the_new_adapter_and_none_of_the_old_blocks(served, tmp_path):
+    prompt, folder = list(range(60, 100)), tmp_path / "changing"
+    shutil.copytree(served.folders["llama"], folder)
+    request = LoRARequest("changing", 90, str(folder))
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+
+    def answer(request):
+        [output] = served.llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+        return of(output), output.num_cached_tokens
+
+    old, _ = answer(request)
+    shutil.rmtree(folder)
+    shutil.copytree(served.folders["llama-qv"], folder)
+    assert answer(request) == (old, 32), "the folder is read once"
+    wanted, _ = answer(served.request("llama-qv"))
+    assert answer(dataclasses.replace(request, load_inplace=True)) == (wanted, 0)
+    assert answer(request) == (wanted, 32)
+    assert served.llm.remove_lora("changing")
+    assert not served.llm.remove_lora(90)
+
+
+def test_live_arrays_are_an_adapter(served):
+    arrays = tensors_of(Path(served.folders["llama"]))
+    assert served.llm.add_lora("live", arrays, lora_alpha=4)
+    prompt = list(range(10, 30))
+    request = LoRARequest("live", max(served.llm.list_loras()))
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
+    [output] = served.llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+    assert of(output) == served.answers(prompt, ["llama"])[0]
+    served.llm.add_lora("live", {name: 0 * array for name, array in arrays.items()}, lora_alpha=4)
+    [output] = served.llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+    assert of(output) == served.answers(prompt, [None])[0]
+    served.llm.remove_lora("live")
+
+
+def test_several_answers_and_beams_have_the_adapter(served):
+    prompt, request = list(range(10, 30)), served.request("llama")
+    one = served.answers(prompt, ["llama"])[0]
+    params = SamplingParams(temperature=0.8, seed=5, n=3, max_tokens=8, logprobs=0, ignore_eos=True)
+    [mixed] = served.llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+    [base] = served.llm.generate([prompt], params, use_tqdm=False)
+    assert [a.token_ids for a in mixed.outputs] != [a.token_ids for a in base.outputs]
+    greedy = SamplingParams(temperature=0, n=2, max_tokens=8, logprobs=2, ignore_eos=True)
+    [output] = served.llm.generate([prompt], greedy, use_tqdm=False, lora_request=request)
+    assert [list(answer.token_ids) for answer in output.outputs] == [one[0], one[0]]
+
+
+def test_prompt_logprobs_are_the_adapters(served):
+    """A score has the bits of the log-probability that sampling reports at the same position."""
+    prompt = list(range(10, 30))
+    token_ids, logprobs = served.answers(prompt, ["llama"])[0]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    [output] = served.llm.generate(
+        [prompt + token_ids], params, use_tqdm=False, lora_request=served.request("llama")
+    )  # fmt: skip
+    scored = [entries[token].logprob for entries, token in
+              zip(output.prompt_logprobs[len(prompt) :], token_ids, strict=True)]  # fmt: skip
+    assert scored == logprobs
+
+
+def test_answers_stay_the_same_after_sleep(served):
+    prompt = list(range(70, 90))
+    before = served.answers(prompt, [*NAMES, None])
+    served.llm.sleep()
+    served.llm.wake_up()
+    assert served.answers(prompt, [*NAMES, None]) == before
+
+
+@pytest.mark.parametrize(
+    ("request_of", "says"),
+    [
+        (lambda s: "llama", "must be a jpaged.LoRARequest"),
+        (lambda s: LoRARequest("unknown", 77), "unknown adapter"),
+        (lambda s: LoRARequest("llama", 77, s.folders["llama"]), "has 1"),
+        (lambda s: LoRARequest("other", 1, s.folders["llama"]), "is the number of adapter 'llama'"),
+        (lambda s: LoRARequest("llama", 1, s.folders["llama-qv"]), "set load_inplace"),
+        (lambda s: [None, None], "a list of 2"),
+    ],
+)
+def test_a_wrong_request_is_refused(served, request_of, says):
+    served.answers([1, 2], ["llama"])
+    with pytest.raises(RequestError, match=says):
+        served.llm.generate([[1, 2]], use_tqdm=False, lora_request=request_of(served))
+
+
+def test_a_folder_that_cannot_be_read_leaves_no_name_behind(served, tmp_path):
+    for _ in range(2):
+        with pytest.raises(ModelLoadError, match="adapter_config"):
+            served.llm.generate([[1, 2]], use_tqdm=False, lora_request=LoRARequest("none", 55, str(tmp_path)))
+    assert 55 not in served.llm.list_loras()
+    assert served.answers([1, 2], [None])
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [(("", 1), "lora_name"), (("x", 0), "lora_int_id"), (("x", True), "lora_int_id"), (("x", 1, 3), "lora_path")],
+)
+def test_a_request_names_its_wrong_field(values, says):
+    with pytest.raises(RequestError, match=says):
+        LoRARequest(*values)
+    assert VllmsName is LoRARequest
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_loras": 0}, "max_loras"), ({"max_lora_rank": 0}, "max_lora_rank"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"), ({"lora_dtype": "int8"}, "lora_dtype"),
+        ({"enable_lora": True, "deterministic": True}, "deterministic"),
+        ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_refused(options, says):
+    with pytest.raises(RequestError, match=says):
+        LLM("demo", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [
+    "llama-mha-rslora", "llama-embeddings", "llama-tied-embedding", "llama-tied-head", "llama-tied-both", "phi3",
+    "gpt2", "qwen2", "qwen3", "gemma2", "falcon-new", "gpt-neox", "opt-350m", "mixtral-fused", "mixtral-down",
+    "mixtral-experts", "gpt-oss", "qwen2-moe",
+])  # fmt: skip
+def test_answers_are_pefts_for_every_family(name, tmp_path):
+    records, folders = written(tmp_path, [name])
+    values, params = records[name].values, SamplingParams(temperature=0, max_tokens=16, logprobs=2, ignore_eos=True)
+    with LLM(str(tmp_path / "model"), **OPTIONS) as llm:
+        adapted, base = llm.generate(
+            [values["prompt"]] * 2, params, use_tqdm=False, lora_request=[LoRARequest("a", 1, folders[name]), None]
+        )  # fmt: skip
+    check_recorded(of(adapted), values)
+    assert of(base)[0] == values["base_tokens"]
+
+
+@pytest.mark.slow
+def test_an_answer_has_the_bits_of_the_adapters_own_engine(served):
+    """Another number of slots, another largest rank, other programs."""
+    prompt = list(range(40, 64))
+    mixed = served.answers(prompt, NAMES)
+    model = str(Path(served.folders["llama"]).parent / "model")
+    for name, found in zip(NAMES, mixed, strict=True):
+        rank = 5 if name == "llama-patterns" else 2
+        with LLM(model, **OPTIONS | {"max_loras": 1, "max_lora_rank": rank, "max_num_seqs": 3}) as llm:
+            own = Served(llm, served.records, served.folders)
+            assert own.answers(prompt, [name])[0] == found
