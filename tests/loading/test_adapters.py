@@ -1,7 +1,9 @@
 """LoRA adapters: PEFT's adapters change a model's weights and answers as PEFT does, and every other one is refused."""
 
 import dataclasses
+import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,16 @@ from jpaged.models.spec import WeightLayout, param_shapes
 from tests.golden.adapters import VARIANTS
 from tests.golden.checkpoints import BY_NAME as CHECKPOINTS
 from tests.golden.checkpoints import write_safetensors
-from tests.loading.recorded_adapters import TENSORS, Recorded, base_model, delta, merged, recorded, tensors_of
+from tests.loading.recorded_adapters import (
+    CONFIG,
+    TENSORS,
+    Recorded,
+    base_model,
+    delta,
+    merged,
+    recorded,
+    tensors_of,
+)
 
 SLOW = pytest.mark.slow
 # Log-probabilities of two float32 programs differ by up to 2e-5 here. A matrix that is left out changes 0.05 or more.
@@ -193,6 +204,41 @@ def test_separate_leaves_have_the_parts_of_the_fused_ones(name: str, tmp_path: P
         for leaf, part in parts.items():
             if leaf in found:
                 np.testing.assert_array_equal(found[leaf], part.reshape(found[leaf].shape))
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16, np.float64])
+def test_files_of_other_dtypes_are_converted(stored: Any, tmp_path: Path) -> None:
+    one = recorded("llama-qv")
+    folder = one.write(tmp_path)
+    tensors = {name: tensor.astype(stored) for name, tensor in tensors_of(folder).items()}
+    write_safetensors(folder / TENSORS, tensors)
+    a = one.read(folder).matrices["qkv"].a
+    assert a.dtype == np.float32
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
+    np.testing.assert_array_equal(a[1, 0, 2], tensors[name].astype(np.float32))
+
+
+def test_memory_is_that_of_the_adapter(tmp_path: Path) -> None:
+    """float32 is the largest dtype. Tensors are converted one at a time, and the file is only mapped."""
+    one = recorded("llama")
+    name = "base_model.model.model.layers.{}.{}.lora_{}.weight"
+    shapes = {"self_attn.o_proj": (64, 64), "mlp.down_proj": (one.spec.intermediate_size, 64)}
+    tensors = {}
+    for layer in (0, 1):
+        for module, (inputs, outputs) in shapes.items():
+            tensors[name.format(layer, module, "A")] = np.ones((1000, inputs), np.float16)
+            tensors[name.format(layer, module, "B")] = np.ones((outputs, 1000), np.float16)
+    one.write(tmp_path)
+    write_safetensors(tmp_path / TENSORS, tensors)
+    options = {"r": 1000, "target_modules": ["o_proj", "down_proj"]}
+    (tmp_path / CONFIG).write_text(json.dumps(one.values["config"] | options))
+    one.read(tmp_path, max_rank=1000)  # finds the model's modules
+    tracemalloc.start()
+    adapter = one.read(tmp_path, max_rank=1000, dtype=np.float16)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert adapter.num_bytes == pytest.approx((tmp_path / TENSORS).stat().st_size, rel=0.01)
+    assert peak < 1.4 * adapter.num_bytes
 
 
 RENAMED: dict[str, Callable[[str], str]] = {
