@@ -455,9 +455,9 @@ class LLM(EngineAccess):
         each = prompt_list(prompts)
         params = one_each(name, params, len(each))
         priorities = one_each("priority", 0 if priority is None else priority, len(each))
-        # a text is a sequence too, and no list of requests
-        loras = [lora_request] if isinstance(lora_request, str) else lora_request
-        lora_requests = one_each("lora_request", loras, len(each))
+        if isinstance(lora_request, str):  # a sequence, and no list of requests
+            self._adapter_of(lora_request)
+        lora_requests = one_each("lora_request", lora_request, len(each))
         with self._exclusive("generate"), DeferredInterrupt() as interrupt:
             engine = self.engine
             if self._asleep:

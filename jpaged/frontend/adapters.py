@@ -18,9 +18,10 @@ from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.errors import RequestError
 from jpaged.loading import LoadedModel
 from jpaged.loading.adapters import describe_adapter, read_adapter, read_arrays
-from jpaged.models.adapters import Adapter, adapter_targets
+from jpaged.models.adapters import Adapter
 from jpaged.models.families import family_of
 from jpaged.models.families.llama import LLAMA
+from jpaged.models.sharding import shards_of
 from jpaged.runtime.adapter_pool import AdapterOptions
 
 
@@ -34,8 +35,10 @@ def adapter_options(loaded: LoadedModel, config: EngineConfig) -> AdapterOptions
     stored = loaded.dtype if loaded.stored_dtype is None else loaded.stored_dtype
     known = {"bfloat16", "float16", "float32"}
     name = (stored.name if stored.name in known else loaded.dtype.name) if name == "auto" else name
-    targets = adapter_targets(loaded.spec, loaded.layout)
-    return AdapterOptions(targets, config.max_loras, config.max_lora_rank, _dtype(name))
+    return AdapterOptions(
+        loaded.spec, loaded.spec if loaded.stored_spec is None else loaded.stored_spec, loaded.layout,
+        config.max_loras, config.max_lora_rank, _dtype(name), shards_of(config),
+    )  # fmt: skip
 
 
 def adapter_registry(loaded: LoadedModel, config: EngineConfig, options: AdapterOptions) -> AdapterRegistry:

@@ -121,7 +121,7 @@ class EngineAccess:
             raise RequestError("enable_lora", False, "must be True for LoRA adapters: make the engine with it")
         return self._adapters
 
-    def _adapter_of(self, request: LoRARequest | None) -> Future[LoadedAdapter] | None:
+    def _adapter_of(self, request: object) -> Future[LoadedAdapter] | None:
         """The adapter of a request; None: the base model alone. Raises RequestError for an unknown adapter."""
         if request is None:
             return None

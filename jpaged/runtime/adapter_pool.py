@@ -18,7 +18,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jpaged.models.adapters import Adapter, AdapterPool, AdapterTarget, pool_shapes
+from jpaged.models.adapters import EMBED, Adapter, AdapterPool, AdapterTarget, adapter_targets, pool_shapes
+from jpaged.models.sharding import WHOLE, Shards, pad_leaf, split_axis
+from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 
@@ -27,20 +29,38 @@ from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 class AdapterOptions:
     """Sizes of the pools of an engine."""
 
-    targets: tuple[AdapterTarget, ...]
-    slots: int      # adapters that are on the device at a time
-    rank: int       # largest rank of an adapter
+    spec: DecoderSpec    # of the engine, after `split_spec`
+    stored: DecoderSpec  # of the checkpoint, before it
+    layout: WeightLayout
+    slots: int           # adapters that are on the device at a time
+    rank: int            # largest rank of an adapter
     dtype: np.dtype
+    shards: Shards = WHOLE
 
-    def shapes(self, placement: Placement | None = None) -> dict[str, AdapterPool]:
-        """The pools as ShapeDtypeStructs."""
+    @functools.cached_property
+    def targets(self) -> tuple[AdapterTarget, ...]:
+        """The matrices that adapters may change."""
+        return adapter_targets(self.spec, self.layout)
+
+    def shapes(self, placement: Placement) -> dict[str, AdapterPool]:
+        """The pools as ShapeDtypeStructs, with their shardings."""
         shapes = pool_shapes(self.targets, slots=self.slots, rank=self.rank, dtype=self.dtype)
-        return shapes if placement is None else placement.shapes_of(shapes)
+        return {target.leaf: self._placed(target, shapes[target.leaf], placement) for target in self.targets}
 
     def create(self, placement: Placement) -> dict[str, AdapterPool]:
         """Allocate empty pools. Rank 0 means that a slot changes nothing, so only `ranks` must be zeros."""
-        zeros = functools.partial(jnp.zeros, device=placement.sharding)
-        return jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), self.shapes())
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.shapes(placement))
+
+    def _placed(self, target: AdapterTarget, pool: AdapterPool, placement: Placement) -> AdapterPool:
+        """A pool's shapes with shardings. Like the matrix, B is split along its outputs, or A along its inputs.
+
+        The embedding's adapters are whole on every device.
+        """
+        splits = {"a": None, "b": None, "ranks": None, "scales": None}
+        axis = _split_axis(target, self.shards, self.spec)
+        if axis is not None:
+            splits["a" if axis == len(target.out_shape) else "b"] = 5 if axis == len(target.out_shape) else 4 + axis
+        return AdapterPool(**{name: placement.split(getattr(pool, name), axis) for name, axis in splits.items()})
 
     def content(self, adapter: Adapter) -> dict[str, AdapterPool]:
         """An adapter as the slice of one slot of each pool: host arrays, padded to the largest rank.
@@ -55,14 +75,33 @@ class AdapterOptions:
         matrix = adapter.matrices.get(target.leaf)
         if matrix is None:
             return empty
-        rank = matrix.b.shape[2]
-        if target.leaf == "embed":
-            empty.a[..., :rank] = matrix.a
+        rank, stored = matrix.b.shape[2], self._stored[target.leaf]
+        a, b = matrix.a, matrix.b.reshape(*matrix.b.shape[:3], *stored.out_shape)
+        if (stored.inputs, stored.out_shape) != (target.inputs, target.out_shape):
+            a, b = self._padded(target, a, b)
+        if target.leaf == EMBED:
+            empty.a[..., :rank] = a
         else:
-            empty.a[..., :rank, :] = matrix.a
-        empty.b[:, :, :rank] = matrix.b.reshape(*matrix.b.shape[:3], *target.out_shape)
+            empty.a[..., :rank, :] = a
+        empty.b[:, :, :rank] = b
         empty.ranks[:], empty.scales[:] = matrix.ranks, matrix.scales
         return empty
+
+    @functools.cached_property
+    def _stored(self) -> dict[str, AdapterTarget]:
+        """The targets of the checkpoint, by leaf."""
+        return {target.leaf: target for target in adapter_targets(self.stored, self.layout)}
+
+    def _padded(
+        self, target: AdapterTarget, a: np.ndarray, b: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A and B of a matrix with the sizes of `split_spec`, padded as `pad_leaf` pads the matrix."""
+        pad = functools.partial(pad_leaf, target.leaf, spec=self.stored, shards=self.shards)
+        if _split_axis(target, self.shards, self.spec) == len(target.out_shape):  # inputs; it has one part
+            padded = [[pad(of_expert[0])[None] for of_expert in of_layer] for of_layer in a]
+            return np.array(padded), b
+        padded = [[np.moveaxis(pad(np.moveaxis(of_expert, 0, -1)), -1, 0) for of_expert in of_layer] for of_layer in b]
+        return a, np.array(padded)
 
 
 def write_slot(
@@ -77,6 +116,17 @@ def compile_write_slot(
 ) -> jax.stages.Compiled:
     """Compile `write_slot`."""
     pools = options.shapes(placement)
-    content = jax.tree.map(lambda leaf: placement.shape((leaf.shape[0], *leaf.shape[2:]), leaf.dtype), pools)
+    content = jax.tree.map(placement.without_axis_1, pools)
     call = functools.partial(write_slot)
-    return compile_program(call, (pools, placement.shape((), np.int32), content), donate=(0,), store=store)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, pools)
+    arguments = (pools, placement.shape((), np.int32), content)
+    return compile_program(call, arguments, donate=(0,), out_shardings=shardings, store=store)
+
+
+def _split_axis(target: AdapterTarget, shards: Shards, spec: DecoderSpec) -> int | None:
+    """Split axis of a matrix of one expert; None: it is whole on every device."""
+    experts = 1 if target.leaf.startswith("expert_") else 0
+    if target.leaf == EMBED or shards.count == 1:
+        return None
+    axis = split_axis(target.leaf, experts + len(target.out_shape) + 1, shards, spec)
+    return None if axis is None else axis - experts

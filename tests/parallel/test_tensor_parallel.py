@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import LLM, BeamSearchParams, SamplingParams
+from jpaged import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.experts import pairs_of_devices
@@ -15,7 +15,9 @@ from jpaged.models.sharding import Shards
 from jpaged.runtime.prediction.program_text import Program
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import SampleShape
+from tests.golden.checkpoints import BY_NAME as CHECKPOINTS
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.loading.recorded_adapters import recorded
 from tests.parallel.sameness import check_each_request_alone
 from tests.support.random_requests import OPTIONS, answers, workload
 from tests.support.tiny_engine import sampling_programs
@@ -257,3 +259,25 @@ def test_the_pairs_of_devices_against_numpy(num_experts, devices):
     choices[:, 12:] = share * devices  # padding
     expected = [np.bincount(layer[layer < num_experts] // share, minlength=devices) for layer in choices]
     np.testing.assert_array_equal(pairs_of_devices(list(jnp.asarray(choices)), num_experts, Shards(devices)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-patterns", "llama-embeddings", "qwen3", "mixtral-fused", "qwen2-moe", "gpt2"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_adapters_are_split_like_their_matrices(name, count, tmp_path):
+    """PEFT's answers on several devices, which repeat or pad heads."""
+    record = recorded(name)
+    write_checkpoint(CHECKPOINTS[record.variant.base], record.values["base_seed"], tmp_path / "model")
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True)
+    adapter = LoRARequest("a", 1, str(record.write(tmp_path / "adapter")))
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "row_buckets": [8], "token_buckets": [32]}
+    with sampling_programs(SamplerVariant.FULL):
+        llm = LLM(
+            str(tmp_path / "model"), **options, tensor_parallel_size=count, max_model_len=64, dtype="float32",
+            skip_tokenizer_init=True, enable_lora=True, max_lora_rank=8, max_loras=2,
+        )  # fmt: skip
+    with llm:
+        prompts = [record.values["prompt"]] * 2
+        adapted, base = llm.generate(prompts, params, use_tqdm=False, lora_request=[adapter, None])
+    assert list(adapted.outputs[0].token_ids) == record.values["tokens"]
+    assert list(base.outputs[0].token_ids) == record.values["base_tokens"]
