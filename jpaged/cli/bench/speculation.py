@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -79,6 +79,9 @@ class Speculation:
     batch_sizes: tuple[int, ...] = (1, 4, 32)
     """Numbers of requests that run at once."""
 
+    texts: tuple[Literal["free", "repeated"], ...] = ("free", "repeated")
+    """Kinds of text."""
+
     input_len: int = 128
     """Tokens of a prompt."""
 
@@ -118,7 +121,7 @@ class Speculation:
             config = drafting.config.speculative_config
             texts = _prompts(without, text, self.input_len, (1 + self.pairs) * sum(self.batch_sizes))
             unused = {name: iter(prompts) for name, prompts in texts.items()}
-            cases = [(name, unused[name], size) for name in texts for size in self.batch_sizes]
+            cases = [(name, unused[name], size) for name in texts if name in self.texts for size in self.batch_sizes]
             rows = []
             with tqdm(
                 total=len(cases) * (1 + self.pairs), unit="pair", disable=not sys.stderr.isatty(), leave=False
