@@ -3,20 +3,20 @@
     python benchmarks/rising_load.py demo --speculative-config '{"method": "ngram"}' --output-json ngram.json
     python benchmarks/rising_load.py --plot rising.png ngram.json ...     # draws results, measures nothing
 
-Two engines in one process, one of them without drafts, serve the same requests in turn. New requests arrive until the
-next level runs, and all go on until every level was measured. A level begins when its prompts are computed. It ends
-when the running requests have generated `--tokens` tokens on average, at the last level four times as many. The first
-pair of rises only warms up. Each pair has other passages of held-out text. Different tokens are an error.
+Two engines in one process, one of them without drafts, serve the same requests, 16 steps of each in turn. New requests
+arrive until the next level runs, and all go on until every level was measured. A level begins when its prompts are
+computed. It ends when the running requests have generated `--tokens` tokens on average, at the last level four times as
+many. The first pair of rises only warms up. Each pair has other passages of held-out text. Different tokens are an
+error.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
 import pathlib
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jpaged
@@ -28,7 +28,7 @@ from jpaged.cli.common.results import machine, write_json
 LAST_LONGER = 4  # the last level lasts this many times as long
 MORE_STEPS = 4   # after the last prompt got a row, before a level is measured
 PROMPT_TOKENS = 256  # prompt tokens of a step, at least
-STRIDE = 8       # steps between two points of the curves
+STRIDE = 16      # steps of an engine before it is the other's turn. They make one point of the curves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Level:
 class Point:
     """Drafts at one moment of a rise."""
 
-    seconds: float         # since the first request
+    seconds: float         # of the engine's steps so far
     running: int
-    drafts_per_row: float  # over the last STRIDE steps
+    drafts_per_row: float  # over STRIDE steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,51 +61,73 @@ class Rise:
     token_ids: list[list[int]]
 
 
-class Counters:
-    """Counters of an engine, as differences."""
+class Rising:
+    """One engine that serves more and more requests. Its seconds are those of its own steps."""
 
-    def __init__(self, engine: Any):
-        self._engine = engine
-        self.began, self.stats = time.perf_counter(), engine.stats()
+    def __init__(self, engine: Any, prompts: Sequence[list[int]], levels: Sequence[int], tokens: int):
+        self._engine, self._prompts, self._levels, self._tokens = engine, prompts, levels, tokens
+        self._seconds = 0.0
+        self.measured: list[Level] = []
+        self.points: list[Point] = []
 
-    def level(self, running: int) -> Level:
-        """What happened since the counters were made."""
-        now, seconds = self._engine.stats(), time.perf_counter() - self.began
-        drafts = [(one.draft_tokens, one.accepted_tokens) if one else (0, 0)
-                  for one in (self.stats.speculation, now.speculation)]  # fmt: skip
-        drafted, accepted = (after - before for before, after in zip(*drafts, strict=True))
-        tokens, steps = now.generated_tokens - self.stats.generated_tokens, now.steps - self.stats.steps
-        return Level(running, seconds, tokens, steps, drafted, accepted)
+    def run(self) -> Iterator[None]:
+        """Rise through the levels. Yields after every STRIDE steps, when nothing is in flight."""
+        number = 0
+        for running in self._levels:
+            number = self._arrive(number, running)
+            wanted = running * self._tokens * (LAST_LONGER if running == self._levels[-1] else 1)
+            began, before = self._seconds, self._engine.stats()
+            last = before
+            while last.generated_tokens - before.generated_tokens < wanted:
+                self._step(STRIDE)
+                last, previous = self._engine.stats(), last
+                part = self._level(running, 0.0, previous, last)
+                drafts = part.draft_tokens / (running * max(part.steps, 1))
+                self.points.append(Point(self._seconds, running, drafts))
+                yield
+            self.measured.append(self._level(running, self._seconds - began, before, last))
+
+    def end(self) -> Rise:
+        """Abort the requests. Returns the results."""
+        ended = {output.request_id: output for output in self._engine.abort(map(str, range(self._levels[-1])))}
+        self._engine.flush()
+        token_ids = [ended[str(index)].outputs[0].token_ids for index in range(self._levels[-1])]
+        return Rise(self.measured, self.points, token_ids)
+
+    def _arrive(self, number: int, running: int) -> int:
+        """Add requests until `running` run, and compute their prompts. number: requests before. Returns `running`."""
+        params = jpaged.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
+        new = self._prompts[number:running]
+        for index, prompt in enumerate(new, number):
+            self._engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        while self._engine.stats().num_waiting:
+            self._step(1)
+        self._step(MORE_STEPS + sum(map(len, new)) // PROMPT_TOKENS)
+        return running
+
+    def _step(self, count: int) -> None:
+        began = time.perf_counter()
+        for _ in range(count):
+            self._engine.step()
+        self._engine.flush()
+        self._seconds += time.perf_counter() - began
+
+    def _level(self, running: int, seconds: float, before: Any, after: Any) -> Level:
+        tokens, steps = after.generated_tokens - before.generated_tokens, after.steps - before.steps
+        drafts = accepted = 0
+        if after.speculation is not None:
+            drafts = after.speculation.draft_tokens - before.speculation.draft_tokens
+            accepted = after.speculation.accepted_tokens - before.speculation.accepted_tokens
+        return Level(running, seconds, tokens, steps, drafts, accepted)
 
 
-def rise(engine: Any, prompts: Sequence[list[int]], levels: Sequence[int], tokens: int) -> Rise:
-    """Run an engine through the levels. The requests are aborted at the end."""
-    measured, points = [], []
-    began, number = time.perf_counter(), 0
-    params = jpaged.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, detokenize=False)
-    for running in levels:
-        new = prompts[number:running]
-        for prompt in new:
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-            number += 1
-        more = MORE_STEPS + sum(map(len, new)) // PROMPT_TOKENS
-        while engine.stats().num_waiting:
-            engine.step()
-        for _ in range(more):
-            engine.step()
-        counters, part = Counters(engine), Counters(engine)
-        wanted = running * tokens * (LAST_LONGER if running == levels[-1] else 1)
-        for step in itertools.count(1):
-            engine.step()
-            if step % STRIDE == 0:
-                last, part = part.level(running), Counters(engine)
-                points.append(Point(part.began - began, running, last.draft_tokens / (running * max(last.steps, 1))))
-                if part.stats.generated_tokens - counters.stats.generated_tokens >= wanted:
-                    break
-        measured.append(counters.level(running))
-    ended = {output.request_id: output for output in engine.abort(map(str, range(number)))}
-    engine.flush()
-    return Rise(measured, points, [ended[str(index)].outputs[0].token_ids for index in range(number)])
+def rise_both(engines: Mapping[bool, Any], order: Sequence[bool], *args: Any) -> dict[bool, Rise]:
+    """Run both engines through the levels, STRIDE steps of each in turn. args: of `Rising`."""
+    rising = {drafts: Rising(engines[drafts], *args) for drafts in order}
+    turns = [each.run() for each in rising.values()]
+    while turns:
+        turns = [turn for turn in turns if next(turn, turn) is None]
+    return {drafts: each.end() for drafts, each in rising.items()}
 
 
 def check_same(pair: Mapping[bool, Rise]) -> None:
@@ -169,7 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             starts = [(number * args.most + index) * stride for index in range(args.most)]
             prompts = [ids[start : start + args.input_len] for start in starts]
             order = (False, True) if number % 2 else (True, False)
-            pair = {drafts: rise(engines[drafts], prompts, levels, args.tokens) for drafts in order}
+            pair = rise_both(engines, order, prompts, levels, args.tokens)
             check_same(pair)
             pairs += [pair] if number else []
     rows = [row(pairs, index) for index in range(len(levels))]
