@@ -1,7 +1,8 @@
 """grouped_lora for CPUs in numba. Imported only to compile.
 
-Rows are sorted by slot. A unit of work is up to UNIT rows of one slot: their h, and then all their outputs. So a unit
-waits for no other one. Within a unit, tiles of TILE rows share each read of the adapter.
+Rows are sorted by slot. A group is up to GROUP rows of one slot. A thread computes their h, and then all their outputs,
+so it waits for no other thread. Within a group, tiles of TILE rows share each read of the adapter. A unit of work is
+several groups.
 """
 
 import numpy as np
@@ -14,31 +15,59 @@ from pallas_kernels.grouped_lora.cpu import (
     OPTION_KIND,
     OPTION_POOL_KIND,
 )
+from pallas_kernels.grouped_lora.cpu_job import (
+    BASE_KIND,
+    COUNT,
+    CURSOR_BYTES,
+    EXPANDS,
+    FIRST,
+    GROUP_BYTES,
+    GROUPS_AT,
+    INPUTS,
+    JOB_BYTES,
+    KEY_BYTES,
+    KIND,
+    OUT,
+    OUTPUTS,
+    PARTS,
+    PATTERN,
+    POOL_KIND,
+    RANK,
+    RANKS_OF,
+    SCALES,
+    SEGMENTS,
+    UNIT,
+    A,
+    B,
+    X,
+    a_of,
+    b_of,
+    group_at,
+    largest_rank,
+    list_groups,
+    list_rows,
+    list_units,
+    rank_of,
+    start_cursor,
+    take,
+)
 from pallas_kernels.native import vectors
 from pallas_kernels.native.convert import narrow, round_up, size_of, widen
-from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result, words
+from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result
 from pallas_kernels.native.kinds import BFLOAT16, FLOAT32
 from pallas_kernels.native.memory import (
+    fill_zeros,
     load_float32,
     load_int32,
     load_int64,
-    store_int32,
     store_int64,
-    thread_limit,
 )
 
 LANES, TILE, VECTOR, ONE = vectors.LANES, vectors.TILE, vectors.VECTOR, vectors.ONE
-TOGETHER, RANKS = cpu_vectors.TOGETHER, cpu_vectors.RANKS
-UNIT = 16  # most rows of a unit
+TOGETHER, RANKS, LINE = cpu_vectors.TOGETHER, cpu_vectors.RANKS, cpu_vectors.LINE
+PIECE = 512  # bytes of a row of A, times RANKS, between two steps of the cursor
 BLOCK = 2048  # outputs at a time: their float32 sums stay in the L1 cache
 MIN_SHARED_BYTES = 131_072  # of the adapters that are read; below, one thread is faster
-
-(
-    KIND, BASE_KIND, POOL_KIND, X, INPUTS, A, B, RANKS_OF, SCALES, PARTS, RANK, PATTERN, SEGMENTS, OUT, OUTPUTS,
-    EXPANDS, UNITS_AT, JOB_BYTES,
-) = words(17)  # fmt: skip
-# After the words: a key of each row, slot << 32 | row, sorted. Then a unit's first key and number of rows, as int32.
-KEY_BYTES, UNIT_BYTES = 8, 8
 
 
 @njit(inline="always", **NATIVE)
@@ -57,7 +86,7 @@ def sums_bytes(job):
 def scratch_bytes(job):
     """Bytes of a thread's scratch: h of all parts, the sums of a part, float32 rows of x, and a block of outputs."""
     x = 0 if load_int64(job + KIND) == FLOAT32 else 4 * load_int64(job + INPUTS)
-    return TILE * (load_int64(job + PARTS) * h_stride(job) + x + 4 * BLOCK) + sums_bytes(job)
+    return CURSOR_BYTES + TILE * (load_int64(job + PARTS) * h_stride(job) + x + 4 * BLOCK) + sums_bytes(job)
 
 
 @njit(inline="always", **NATIVE)
@@ -66,35 +95,37 @@ def row_of(job, index):
     return load_int64(job + JOB_BYTES + KEY_BYTES * index) & 0xFFFFFFFF
 
 
-@njit(inline="always", **NATIVE)
-def rank_of(job, slot, part):
-    """True rank of an adapter for a part."""
-    rank = np.int64(load_int32(load_int64(job + RANKS_OF) + 4 * (slot * load_int64(job + PARTS) + part)))
-    return min(max(rank, 0), load_int64(job + RANK))  # a rank out of range would crash the process
-
-
 @njit(**NATIVE)
-def shrink(job, slot, part, count, x0, x1, x2, x3, sums, h):
-    """Compute h of a part for a tile of `count` rows of x."""
+def shrink(job, slot, part, count, x0, x1, x2, x3, cursor, sums, h):
+    """Compute h of a part for a tile of `count` rows of x. cursor: 0 if the adapter has been read before."""
     kind, inputs, rank = load_int64(job + POOL_KIND), load_int64(job + INPUTS), rank_of(job, slot, part)
     steps, line, parts = inputs // LANES, inputs * size_of(kind), load_int64(job + PARTS)
-    a = load_int64(job + A) + (slot * parts + part) * load_int64(job + RANK) * line
-    if count == 1:
-        if kind == BFLOAT16:
-            cpu_vectors.shrink_row_bfloat16(sums, x0, a, steps, rank)
-        else:
-            cpu_vectors.shrink_row_float32(sums, x0, a, steps, rank)
-    else:
-        whole = rank // TOGETHER * TOGETHER
-        rest, rest_sums = a + whole * line, sums + whole * TILE * VECTOR
-        if kind == BFLOAT16:
-            cpu_vectors.shrink_tile_bfloat16(sums, x0, x1, x2, x3, a, steps, whole)
-            cpu_vectors.shrink_tile_1_bfloat16(rest_sums, x0, x1, x2, x3, rest, steps, rank - whole)
-        else:
-            cpu_vectors.shrink_tile_float32(sums, x0, x1, x2, x3, a, steps, whole)
-            cpu_vectors.shrink_tile_1_float32(rest_sums, x0, x1, x2, x3, rest, steps, rank - whole)
-    scale = load_float32(load_int64(job + SCALES) + 4 * (slot * parts + part))
     stride = VECTOR if count == 1 else TILE * VECTOR
+    some = max(1, PIECE // line) * RANKS
+    for first in range(0, rank, some):
+        a, to, ranks = a_of(job, slot, part) + first * line, sums + first * stride, min(some, rank - first)
+        together = RANKS if count == 1 else TOGETHER
+        whole = ranks // together * together
+        rest, rest_to = a + whole * line, to + whole * stride
+        early = take(job, cursor, ranks * line, a)
+        if count == 1:
+            if kind == BFLOAT16:
+                cpu_vectors.shrink_row_bfloat16(to, x0, a, steps, whole, early)
+                cpu_vectors.shrink_row_1_bfloat16(rest_to, x0, rest, steps, ranks - whole, early + whole * line)
+            else:
+                cpu_vectors.shrink_row_float32(to, x0, a, steps, whole, early)
+                cpu_vectors.shrink_row_1_float32(rest_to, x0, rest, steps, ranks - whole, early + whole * line)
+            continue
+        cpu_vectors.prefetch_lines(early, ranks * line // LINE)
+        if kind == BFLOAT16:
+            cpu_vectors.shrink_tile_bfloat16(to, x0, x1, x2, x3, a, steps, whole)
+            cpu_vectors.shrink_tile_1_bfloat16(rest_to, x0, x1, x2, x3, rest, steps, ranks - whole)
+        else:
+            cpu_vectors.shrink_tile_float32(to, x0, x1, x2, x3, a, steps, whole)
+            cpu_vectors.shrink_tile_1_float32(rest_to, x0, x1, x2, x3, rest, steps, ranks - whole)
+    # whole vectors of ranks are added up: memory that was not written could hold numbers that are slow to add
+    fill_zeros(sums + rank * stride, (round_up(rank, LANES) - rank) * stride)
+    scale = load_float32(load_int64(job + SCALES) + 4 * (slot * parts + part))
     for row in range(count):
         for first in range(0, rank, LANES):
             source = sums + row * VECTOR + first * stride
@@ -102,19 +133,24 @@ def shrink(job, slot, part, count, x0, x1, x2, x3, sums, h):
 
 
 @njit(**NATIVE)
-def expand_row(kind, ranks, to, h, b, line, outputs):
+def expand_row(kind, ranks, to, h, b, line, outputs, early):
     """Add `ranks` (at most RANKS) rows of B to one row of outputs."""
     if ranks == RANKS:
         if kind == BFLOAT16:
-            cpu_vectors.expand_row_bfloat16(to, h, b, line, outputs // LANES)
+            cpu_vectors.expand_row_bfloat16(to, h, b, line, outputs // LANES, early)
         else:
-            cpu_vectors.expand_row_float32(to, h, b, line, outputs // LANES)
+            cpu_vectors.expand_row_float32(to, h, b, line, outputs // LANES, early)
         return
+    size = outputs * size_of(kind)
     for rank in range(ranks):
         if kind == BFLOAT16:
-            cpu_vectors.expand_row_1_bfloat16(to, h + 4 * rank, b + rank * line, line, outputs // LANES)
+            cpu_vectors.expand_row_1_bfloat16(
+                to, h + 4 * rank, b + rank * line, line, outputs // LANES, early + rank * size
+            )
         else:
-            cpu_vectors.expand_row_1_float32(to, h + 4 * rank, b + rank * line, line, outputs // LANES)
+            cpu_vectors.expand_row_1_float32(
+                to, h + 4 * rank, b + rank * line, line, outputs // LANES, early + rank * size
+            )
 
 
 @njit(**NATIVE)
@@ -136,15 +172,11 @@ def expand_tile(kind, ranks, to0, to1, to2, to3, h, stride, b, line, outputs):
 
 
 @njit(**NATIVE)
-def expand_block(job, slot, count, start, end, to0, to1, to2, to3, h):
+def expand_block(job, slot, count, start, end, to0, to1, to2, to3, cursor, h):
     """Add B h to outputs `start` to `end` of a tile of `count` rows. to0 to to3: addresses of output `start`."""
-    kind, outputs, parts = load_int64(job + POOL_KIND), load_int64(job + OUTPUTS), load_int64(job + PARTS)
-    pattern, stride, size = load_int64(job + PATTERN), h_stride(job), size_of(kind)
-    line = outputs * size
-    b = load_int64(job + B) + slot * load_int64(job + RANK) * line
-    most = 0
-    for part in range(parts):
-        most = max(most, rank_of(job, slot, part))
+    kind, outputs, pattern = load_int64(job + POOL_KIND), load_int64(job + OUTPUTS), load_int64(job + PATTERN)
+    stride, size = h_stride(job), size_of(kind)
+    line, b, most = outputs * size, b_of(job, slot), largest_rank(job, slot)
     # One row reads RANKS whole rows of B after the other, in the order of memory. A tile keeps its sums in registers.
     step = RANKS if count == 1 else max(most, 1)
     for first in range(0, most, step):
@@ -159,17 +191,19 @@ def expand_block(job, slot, count, start, end, to0, to1, to2, to3, h):
                 continue
             far, own = 4 * (low - start), h + part * TILE * stride + 4 * first
             source = b + first * line + low * size
+            early = take(job, cursor, ranks * (high - low) * size, source)
             if count == 1:
-                expand_row(kind, ranks, to0 + far, own, source, line, high - low)
+                expand_row(kind, ranks, to0 + far, own, source, line, high - low, early)
             else:
+                cpu_vectors.prefetch_lines(early, ranks * (high - low) * size // LINE)
                 expand_tile(
                     kind, ranks, to0 + far, to1 + far, to2 + far, to3 + far, own, stride, source, line, high - low
                 )
 
 
 @njit(**NATIVE)
-def compute_tile(job, index, count, scratch):
-    """Compute a tile: `count` rows of one slot, from the key `index` on."""
+def compute_tile(job, index, count, cursor, scratch):
+    """Compute a tile: `count` rows of one slot, from the key `index` on. cursor: as in `shrink`."""
     slot = load_int64(job + JOB_BYTES + KEY_BYTES * index) >> 32
     parts, outputs, inputs = load_int64(job + PARTS), load_int64(job + OUTPUTS), load_int64(job + INPUTS)
     kind, base_kind, out = load_int64(job + KIND), load_int64(job + BASE_KIND), load_int64(job + OUT)
@@ -195,13 +229,13 @@ def compute_tile(job, index, count, scratch):
                 widen(kind, wide + tile_row * wide_line, source, inputs, ONE)
             x0, x1, x2, x3 = wide, wide + wide_line, wide + 2 * wide_line, wide + 3 * wide_line
         for part in range(parts):
-            shrink(job, slot, part, 1 if count == 1 else TILE, x0, x1, x2, x3, sums, h + part * TILE * stride)
+            shrink(job, slot, part, 1 if count == 1 else TILE, x0, x1, x2, x3, cursor, sums, h + part * TILE * stride)
     if base_kind == FLOAT32:
         for start in range(0, outputs, BLOCK):
             expand_block(
                 job, slot, count, start, min(start + BLOCK, outputs), out + 4 * (row0 * outputs + start),
                 out + 4 * (row1 * outputs + start), out + 4 * (row2 * outputs + start),
-                out + 4 * (row3 * outputs + start), h,
+                out + 4 * (row3 * outputs + start), cursor, h,
             )  # fmt: skip
         return
     size, far = size_of(base_kind), 4 * BLOCK
@@ -210,7 +244,7 @@ def compute_tile(job, index, count, scratch):
         for tile_row in range(TILE if count > 1 else 1):
             place = out + (row_of(job, index + min(tile_row, count - 1)) * outputs + start) * size
             widen(base_kind, block + tile_row * far, place, end - start, ONE)
-        expand_block(job, slot, count, start, end, block, block + far, block + 2 * far, block + 3 * far, h)
+        expand_block(job, slot, count, start, end, block, block + far, block + 2 * far, block + 3 * far, cursor, h)
         for tile_row in range(count):
             place = out + (row_of(job, index + tile_row) * outputs + start) * size
             narrow(base_kind, place, block + tile_row * far, end - start, ONE)
@@ -218,61 +252,16 @@ def compute_tile(job, index, count, scratch):
 
 @njit(**NATIVE)
 def compute(job, unit, scratch):
-    """Compute one unit: rows of one slot, in tiles."""
-    place = load_int64(job + UNITS_AT) + UNIT_BYTES * unit
-    first, count = np.int64(load_int32(place)), np.int64(load_int32(place + 4))
-    for start in range(0, count, TILE):
-        compute_tile(job, first + start, min(TILE, count - start), scratch)
-
-
-@njit(**NATIVE)
-def sort(keys, count):
-    """Sort int64 numbers, by Shell's method: the keys are few, or mostly in order."""
-    gap = 1
-    while gap < count // 3:
-        gap = 3 * gap + 1
-    while gap > 0:
-        for index in range(gap, count):
-            key, to = load_int64(keys + 8 * index), index
-            while to >= gap and load_int64(keys + 8 * (to - gap)) > key:
-                store_int64(keys + 8 * to, load_int64(keys + 8 * (to - gap)))
-                to -= gap
-            store_int64(keys + 8 * to, key)
-        gap //= 3
-
-
-@njit(**NATIVE)
-def list_rows(keys, slot_of_row, rows):
-    """Store the keys of the rows that have an adapter, sorted. Returns their number."""
-    count, is_sorted, last = 0, True, np.int64(-1)
-    for row in range(rows):
-        slot = np.int64(load_int32(slot_of_row + 4 * row))
-        if slot >= 0:
-            store_int64(keys + KEY_BYTES * count, (slot << 32) | row)
-            is_sorted &= slot >= last
-            last = slot
-            count += 1
-    if not is_sorted:
-        sort(keys, count)
-    return count
-
-
-@njit(**NATIVE)
-def list_units(job, count):
-    """Store the units of `count` keys. Returns their number, and the bytes of the adapters that they read."""
-    keys, to, units, size = job + JOB_BYTES, load_int64(job + UNITS_AT), 0, size_of(load_int64(job + POOL_KIND))
-    most = min(UNIT, round_up(max(1, count // thread_limit()), TILE))  # rows of a unit: each thread has one
-    width, work, slot, first = load_int64(job + INPUTS) + load_int64(job + OUTPUTS), 0, np.int64(-1), 0
-    for index in range(count):
-        own = load_int64(keys + KEY_BYTES * index) >> 32
-        if own != slot or index - first == most:
-            slot, first = own, index
-            store_int32(to + UNIT_BYTES * units, np.int32(index))
-            units += 1
-            for part in range(load_int64(job + PARTS)):
-                work += rank_of(job, slot, part) * width * size
-        store_int32(to + UNIT_BYTES * (units - 1) + 4, np.int32(index - first + 1))
-    return units, work
+    """Compute one unit: its groups, in tiles."""
+    cursor, start = scratch, np.int64(load_int32(group_at(job, unit) + UNIT))
+    end = np.int64(load_int32(group_at(job, unit + 1) + UNIT))
+    start_cursor(job, cursor, start, end)
+    for group in range(start, end):
+        place = group_at(job, group)
+        first, count = np.int64(load_int32(place + FIRST)), np.int64(load_int32(place + COUNT))
+        for tile in range(0, count, TILE):
+            own = cursor if tile == 0 else 0
+            compute_tile(job, first + tile, min(TILE, count - tile), own, scratch + CURSOR_BYTES)
 
 
 @njit(inline="always", **NATIVE)
@@ -283,8 +272,8 @@ def needed_rows(frame):
 
 @njit(**NATIVE)
 def job_bytes(frame):
-    """Bytes of a job with its keys and units."""
-    return JOB_BYTES + (KEY_BYTES + UNIT_BYTES) * needed_rows(frame)
+    """Bytes of a job with its keys and groups."""
+    return JOB_BYTES + (KEY_BYTES + GROUP_BYTES) * needed_rows(frame) + GROUP_BYTES
 
 
 @njit(**NATIVE)
@@ -312,9 +301,9 @@ def prepare(frame, job):
     store_int64(job + SEGMENTS, dimension(frame, 9, 0))
     store_int64(job + OUT, result(frame, 0))
     store_int64(job + OUTPUTS, outputs)
-    store_int64(job + UNITS_AT, job + JOB_BYTES + KEY_BYTES * rows)
-    units, work = list_units(job, list_rows(job + JOB_BYTES, argument(frame, 3), rows))
-    return units, work >= MIN_SHARED_BYTES
+    store_int64(job + GROUPS_AT, job + JOB_BYTES + KEY_BYTES * rows)
+    groups, total = list_groups(job, list_rows(job + JOB_BYTES, argument(frame, 3), rows))
+    return list_units(job, groups, total), total >= MIN_SHARED_BYTES
 
 
 task, handler = make_kernel(prepare, make_work(compute), job_bytes, scratch_bytes)

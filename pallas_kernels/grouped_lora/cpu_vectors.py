@@ -7,6 +7,7 @@ order. So a row has the same bits alone and in a tile.
 
 from typing import Any
 
+from pallas_kernels.native.memory import prefetch_line
 from pallas_kernels.native.vectors import (
     FLOAT,
     FLOAT32,
@@ -21,7 +22,8 @@ from pallas_kernels.native.vectors import (
 )
 
 TOGETHER = LANES // TILE  # rows of A, or vectors of outputs, that a tile of rows reads at a time
-RANKS = 4  # rows of B that one row of x reads at a time
+LINE = 64  # bytes of a prefetch
+RANKS = 4  # rows of A or B that one row of x reads at a time: with fewer, it waits for the last sum
 
 
 def _load(code: Code, size: int, address: Any) -> Any:
@@ -56,22 +58,43 @@ def _shrink_tile(size: int, together: int) -> Any:
     return shrink
 
 
-def _shrink_row(size: int) -> Any:
-    """Make a function: as `_shrink_tile`, for one row of x. to: a vector for each row of A."""
+def _prefetch(code: Code, early: Any, step: Any, size: int) -> None:
+    """Request the `size` bytes at early + step * size: as much as a step of a loop reads."""
+    for offset in range(0, size, LINE):
+        prefetch_line(code.builder, code.at(early, (step, size), (code.number(offset), 1)))
 
-    @vector_function(*[INT] * 5)
-    def shrink(code: Code, to: Any, x: Any, a: Any, steps: Any, count: Any) -> None:
+
+def _shrink_row(size: int, together: int) -> Any:
+    """Make a function: as `_shrink_tile`, for one row of x. to: a vector for each row of A.
+
+    early: address from which to prefetch as many bytes as the function reads.
+    """
+
+    @vector_function(*[INT] * 6)
+    def shrink(code: Code, to: Any, x: Any, a: Any, steps: Any, count: Any, early: Any) -> None:
         b = code.builder
         line = b.mul(steps, code.number(LANES * size))
-        with code.each(count) as row:
-            offset = b.mul(row, line)
-            (total,) = code.variables([code.floats(0.0)])
+        with code.each(b.udiv(count, code.number(together))) as block:
+            offset = b.mul(block, b.mul(line, code.number(together)))
+            first, ahead = code.at(a, (offset, 1)), code.at(early, (offset, 1))
+            sums = code.variables([code.floats(0.0)] * together)
             with code.each(steps) as i:
-                part = _load(code, size, code.at(a, (offset, 1), (i, LANES * size)))
-                b.store(code.fma(code.load(code.at(x, (i, VECTOR))), part, b.load(total)), total)
-            code.store(b.load(total), code.at(to, (row, VECTOR)))
+                _prefetch(code, ahead, i, together * LANES * size)
+                row = code.load(code.at(x, (i, VECTOR)))
+                for j, total in enumerate(sums):
+                    part = _load(code, size, code.at(first, (line, j), (i, LANES * size)))
+                    b.store(code.fma(row, part, b.load(total)), total)
+            for j, total in enumerate(sums):
+                code.store(b.load(total), code.at(to, (block, together * VECTOR), (code.number(VECTOR), j)))
 
     return shrink
+
+
+@vector_function(INT, INT)
+def prefetch_lines(code: Code, address: Any, count: Any) -> None:
+    """Request `count` lines of LINE bytes."""
+    with code.each(count) as i:
+        prefetch_line(code.builder, code.at(address, (i, LINE)))
 
 
 @vector_function(INT, INT, INT, FLOAT32)
@@ -113,12 +136,13 @@ def _expand_tile(size: int, vectors: int) -> Any:
 
 
 def _expand_row(size: int, ranks: int) -> Any:
-    """Make a function: one row of chunks * LANES outputs += h[ranks] @ B[ranks]."""
+    """Make a function: one row of chunks * LANES outputs += h[ranks] @ B[ranks]. early: as in `_shrink_row`."""
 
-    @vector_function(*[INT] * 5)
-    def expand(code: Code, to: Any, h: Any, w: Any, line: Any, chunks: Any) -> None:
+    @vector_function(*[INT] * 6)
+    def expand(code: Code, to: Any, h: Any, w: Any, line: Any, chunks: Any, early: Any) -> None:
         factors = [code.splat(code.load(code.at(h, (code.number(4), r)), FLOAT)) for r in range(ranks)]
         with code.each(chunks) as i:
+            _prefetch(code, early, i, ranks * LANES * size)
             place = code.at(to, (i, VECTOR))
             total = code.load(place)
             for r, factor in enumerate(factors):
@@ -129,7 +153,8 @@ def _expand_row(size: int, ranks: int) -> Any:
     return expand
 
 
-shrink_row_float32, shrink_row_bfloat16 = (_shrink_row(size) for size in (4, 2))
+shrink_row_float32, shrink_row_bfloat16 = (_shrink_row(size, RANKS) for size in (4, 2))
+shrink_row_1_float32, shrink_row_1_bfloat16 = (_shrink_row(size, 1) for size in (4, 2))
 shrink_tile_float32, shrink_tile_bfloat16 = (_shrink_tile(size, TOGETHER) for size in (4, 2))
 shrink_tile_1_float32, shrink_tile_1_bfloat16 = (_shrink_tile(size, 1) for size in (4, 2))
 expand_row_float32, expand_row_bfloat16 = (_expand_row(size, RANKS) for size in (4, 2))
