@@ -155,20 +155,19 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdapterPool:
-    """The slots of one `AdapterTarget`."""
+    """The slots of one `AdapterTarget`. A slot has one entry per expert: `entries` is slots * experts.
 
-    a: Any       # [layers, slots, experts, parts, rank, in]; of the embedding: [1, slots, 1, vocab, rank]
-    b: Any       # [layers, slots, experts, rank, *out_shape]
-    ranks: Any   # int32[layers, slots, experts, parts]
-    scales: Any  # float32[layers, slots, experts, parts]
+    An axis for the experts would make XLA for CPU copy pools in every step: it gives an axis of size 1 another layout.
+    """
+
+    a: Any       # [layers, entries, parts, rank, in]; of the embedding: [1, slots, vocab, rank]
+    b: Any       # [layers, entries, rank, *out_shape]
+    ranks: Any   # int32[layers, entries, parts]
+    scales: Any  # float32[layers, entries, parts]
 
     def operands(self) -> tuple[Array, Array, Array, Array]:
-        """The arrays as `grouped_lora` reads them: each expert of a slot is a slot, and the outputs are one axis."""
-        layers, slots, experts, rank = self.b.shape[:4]
-        size = slots * experts
-        a = self.a.reshape(layers, size, *self.a.shape[3:])
-        b = self.b.reshape(layers, size, rank, -1)
-        return a, b, self.ranks.reshape(layers, size, -1), self.scales.reshape(layers, size, -1)
+        """The arrays as `grouped_lora` reads them, with one axis for the outputs."""
+        return self.a, self.b.reshape(*self.b.shape[:3], -1), self.ranks, self.scales
 
 
 Pools = Mapping[str, AdapterPool]  # by leaf
@@ -191,7 +190,7 @@ def pool_shapes(targets: tuple[AdapterTarget, ...], *, slots: int, rank: int, dt
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
     def pool(target: AdapterTarget) -> AdapterPool:
-        lead = (len(target.layers), slots, target.experts)
+        lead = (len(target.layers), slots * target.experts)
         of_a = (target.inputs, rank) if target.leaf == EMBED else (target.num_parts, rank, target.inputs)
         return AdapterPool(
             a=array(dtype, *lead, *of_a), b=array(dtype, *lead, rank, *target.out_shape),
@@ -229,7 +228,7 @@ def with_adapters(
 def with_expert_adapters(
     leaf: str, x: Float[Array, "blocks rows in"], out: Float[Array, "blocks rows out"],
     token_of_row: Int[Array, "blocks rows"], expert_of_block: Int[Array, " blocks"],
-    rows_of_block: Int[Array, " blocks"], adapters: LayerAdapters | None,
+    rows_of_block: Int[Array, " blocks"], num_experts: int, adapters: LayerAdapters | None,
 ) -> Float[Array, "blocks rows out"]:  # fmt: skip
     """`with_adapters` for blocks of rows, each with its expert. rows_of_block: needed rows, 0 for an unused block."""
     if adapters is None or leaf not in adapters.pools:
@@ -237,7 +236,7 @@ def with_expert_adapters(
     pool = adapters.pools[leaf]
     slots = jnp.take(adapters.slots, token_of_row, axis=0)
     used = jnp.arange(x.shape[1]) < rows_of_block[:, None]
-    slots = jnp.where(used & (slots >= 0), slots * pool.b.shape[2] + expert_of_block[:, None], NO_ADAPTER)
+    slots = jnp.where(used & (slots >= 0), slots * num_experts + expert_of_block[:, None], NO_ADAPTER)
     flat = x.reshape(-1, x.shape[2]), out.reshape(-1, out.shape[2])
     return _add(pool, *flat, slots.reshape(-1), adapters.layer[leaf], None).reshape(out.shape)
 
@@ -247,7 +246,7 @@ def with_embedding_adapters(
     slots: Int[Array, " tokens"], num_rows: Int[Array, ""] | None,
 ) -> Float[Array, "tokens width"]:  # fmt: skip
     """Embedded tokens plus each token's adapter: row `token` of A [vocab, rank], times B."""
-    looked_up = pool.a[0, jnp.maximum(slots, 0), 0, token_ids].astype(jnp.float32)
+    looked_up = pool.a[0, jnp.maximum(slots, 0), token_ids].astype(jnp.float32)
     _, b, ranks, scales = pool.operands()
     count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
     return lora_expand(looked_up, x, b, ranks, scales, slots, count, layer=jnp.int32(0))
@@ -266,4 +265,4 @@ def _add(
     layer: Int[Array, ""], num_rows: Int[Array, ""] | None,
 ) -> Float[Array, "rows out"]:  # fmt: skip
     count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
-    return grouped_lora(x, out, *pool.operands(), slots, count, layer=layer, pattern=pattern(pool.b.shape[4:]))
+    return grouped_lora(x, out, *pool.operands(), slots, count, layer=layer, pattern=pattern(pool.b.shape[3:]))

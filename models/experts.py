@@ -126,7 +126,10 @@ def _per_expert(
     if context.adapters is not None:
         used = jnp.arange(len(blocks.rows_of_block)) < blocks.num_blocks_used
         rows = jnp.where(used, blocks.rows_of_block, 0)
-        out = with_expert_adapters(name, x, out, blocks.token_of_row, blocks.expert_of_block, rows, context.adapters)
+        num_experts = context.params[name].shape[0]
+        out = with_expert_adapters(
+            name, x, out, blocks.token_of_row, blocks.expert_of_block, rows, num_experts, context.adapters
+        )
     return _with_bias(name, out, blocks, context)
 
 

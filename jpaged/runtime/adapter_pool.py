@@ -59,7 +59,8 @@ class AdapterOptions:
         splits = {"a": None, "b": None, "ranks": None, "scales": None}
         axis = _split_axis(target, self.shards, self.spec)
         if axis is not None:
-            splits["a" if axis == len(target.out_shape) else "b"] = 5 if axis == len(target.out_shape) else 4 + axis
+            of_inputs = axis == len(target.out_shape)
+            splits["a" if of_inputs else "b"] = 4 if of_inputs else 3 + axis
         return AdapterPool(**{name: placement.split(getattr(pool, name), axis) for name, axis in splits.items()})
 
     def content(self, adapter: Adapter) -> dict[str, AdapterPool]:
@@ -71,7 +72,7 @@ class AdapterOptions:
 
     def _content(self, target: AdapterTarget, adapter: Adapter) -> AdapterPool:
         shape = pool_shapes((target,), slots=1, rank=self.rank, dtype=self.dtype)[target.leaf]
-        empty = jax.tree.map(lambda leaf: np.zeros((leaf.shape[0], *leaf.shape[2:]), leaf.dtype), shape)
+        empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shape)
         matrix = adapter.matrices.get(target.leaf)
         if matrix is None:
             return empty
@@ -108,7 +109,11 @@ def write_slot(
     pools: Mapping[str, AdapterPool], slot: Int[Array, ""], content: Mapping[str, AdapterPool]
 ) -> Mapping[str, AdapterPool]:
     """Write `content`, as from `AdapterOptions.content`, into a slot of all pools. Donate `pools`."""
-    return jax.tree.map(lambda pool, new: lax.dynamic_update_index_in_dim(pool, new, slot, 1), pools, content)
+
+    def written(pool: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(pool, new, slot * new.shape[1], 1)  # one entry per expert
+
+    return jax.tree.map(written, pools, content)
 
 
 def compile_write_slot(
@@ -116,7 +121,7 @@ def compile_write_slot(
 ) -> jax.stages.Compiled:
     """Compile `write_slot`."""
     pools = options.shapes(placement)
-    content = jax.tree.map(placement.without_axis_1, pools)
+    content = dataclasses.replace(options, slots=1).shapes(placement)
     call = functools.partial(write_slot)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, pools)
     arguments = (pools, placement.shape((), np.int32), content)

@@ -126,13 +126,6 @@ class Placement:
         sharding = self.sharding if self.mesh is None else sharding_on(self.mesh, axis)
         return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding)
 
-    def without_axis_1(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Shape and sharding of a leaf without its axis 1, which is not split."""
-        spec = _spec(leaf)
-        split = next((axis for axis, name in enumerate(spec) if name is not None), None)
-        shape = jax.ShapeDtypeStruct((leaf.shape[0], *leaf.shape[2:]), leaf.dtype)
-        return self.split(shape, None if split is None else split - 1)
-
     def of_pages(self, *, latent: bool) -> jax.sharding.Sharding | None:
         """Sharding of KV pages [blocks, parts, kv_heads, ...]. Latent pages have one head, on every device."""
         return self.sharding if self.mesh is None or latent else sharding_on(self.mesh, 2)
