@@ -1,7 +1,7 @@
 """grouped_lora: adds each row's own low-rank adapter to the result of a matmul (LoRA, arXiv:2106.09685)."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,21 +9,32 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers
-from pallas_kernels.grouped_lora import cpu, reference, xla
+from pallas_kernels.grouped_lora import cpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.grouped_lora.pattern import repeated
-from pallas_kernels.platforms import Implementation, pick, takes_native
+from pallas_kernels.platforms import (
+    Implementation,
+    compiled_on,
+    default_device,
+    pick,
+    takes_native,
+    traced_platform,
+)
 
 # `Implementation.refuse` takes (device, x, base, a, pattern)
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.grouped_lora),
     "xla": Implementation(xla.grouped_lora),
     "cpu": Implementation(cpu.grouped_lora, cpu.refuse),
+    "triton": Implementation(compiled_on("cuda", triton.grouped_lora), triton.refuse),
+    "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.grouped_lora), mosaic_tpu.refuse),
 }
 # `Implementation.refuse` takes (device, h, base, b)
 EXPAND_IMPLEMENTATIONS = {
     "reference": Implementation(reference.lora_expand),
     "xla": Implementation(xla.lora_expand),
     "cpu": Implementation(cpu.lora_expand, cpu.refuse_expand),
+    "triton": Implementation(compiled_on("cuda", triton.lora_expand), triton.refuse_expand),
+    "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.lora_expand), mosaic_tpu.refuse_expand),
 }
 
 
@@ -60,7 +71,9 @@ def grouped_lora(
                  belong to one. ((0, q_per_kv * head_dim), (1, head_dim), (2, head_dim)) for q, k and v.
     implementation: None: the best one for the platform that the call is lowered for. "xla" is a loop over the adapters
                  of the batch. "cpu" is a native kernel for CPU: it reads the true ranks only, and a row's bits do not
-                 depend on other rows, on R, or on the slot. "reference" gathers an adapter for every row.
+                 depend on other rows, on R, or on the slot. "triton" is two kernels for NVIDIA. A row's bits depend on
+                 whether the call has more than 256 rows, not on other rows. "mosaic_tpu" is two
+                 kernels for TPU. On CPU these run in interpret mode. "reference" gathers an adapter for every row.
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
@@ -76,10 +89,9 @@ def grouped_lora(
     call = (x, base, a, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
     if implementation is not None:
         return pick(IMPLEMENTATIONS, implementation, x, base, a, pattern)(*call, layer=layer, pattern=pattern)
-    default = functools.partial(xla.grouped_lora, pattern=pattern)
-    if not takes_native(cpu.refuse, x, base, a, pattern):
-        return default(*call, layer=layer)
-    return _by_platform(call, layer, default, cpu=functools.partial(cpu.grouped_lora, pattern=pattern))
+    chosen = _choose(IMPLEMENTATIONS, x, base, a, pattern)
+    kernels = {platform: functools.partial(each, pattern=pattern) for platform, each in chosen.items()}
+    return _by_platform(call, layer, functools.partial(xla.grouped_lora, pattern=pattern), kernels)
 
 
 def lora_expand(
@@ -108,17 +120,32 @@ def lora_expand(
     call = (h, base, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
     if implementation is not None:
         return pick(EXPAND_IMPLEMENTATIONS, implementation, h, base, b)(*call, layer=layer)
-    if not takes_native(cpu.refuse_expand, h, base, b):
-        return xla.lora_expand(*call, layer=layer)
-    return _by_platform(call, layer, xla.lora_expand, cpu=cpu.lora_expand)
+    return _by_platform(call, layer, xla.lora_expand, _choose(EXPAND_IMPLEMENTATIONS, h, base, b))
+
+
+def _choose(implementations: Mapping[str, Implementation], *call: Any) -> dict[str, Callable[..., Any]]:
+    """The kernel for the platform that a call is traced for, by the platform's name in JAX. Empty if none takes it."""
+    traced = traced_platform()  # tracing a kernel takes 0.1 s: only for this platform
+    if traced == "cpu":
+        return {"cpu": implementations["cpu"].call} if takes_native(implementations["cpu"].refuse, *call) else {}
+    for platform, each, name in (("gpu", "cuda", "triton"), ("tpu", "tpu", "mosaic_tpu")):
+        if traced == platform and implementations[name].refuse(default_device(), *call) is None:
+            return {each: implementations[name].call}
+    return {}
 
 
 def _by_platform(
-    call: tuple[Any, ...], layer: Array, default: Callable[..., Any], **kernels: Callable[..., Any]
+    call: tuple[Any, ...], layer: Array, default: Callable[..., Any], kernels: Mapping[str, Callable[..., Any]]
 ) -> Any:
-    """Call the kernel of the platform that is lowered for."""
-    branches = {name: lambda *args, each=each: each(*args[:-1], layer=args[-1]) for name, each in kernels.items()}
-    return lax.platform_dependent(*call, layer, **branches, default=lambda *args: default(*args[:-1], layer=args[-1]))
+    """Call the kernel of the platform that is lowered for, or XLA operations."""
+    if not kernels or not call[1].size:
+        return default(*call, layer=layer)
+
+    def with_layer(each: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arrays: each(*arrays[:-1], layer=arrays[-1])
+
+    branches = {platform: with_layer(each) for platform, each in kernels.items()}
+    return lax.platform_dependent(*call, layer, **branches, default=with_layer(default))
 
 
 def _expect_pool(

@@ -1,10 +1,13 @@
-"""Batches of rows with adapters, and their results in float64."""
+"""Batches of rows with adapters and their results in float64, and calls with the shapes of Llama 3.1 8B."""
 
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import grouped_lora
 from tests.support.device_arrays import device_array
 
 
@@ -29,9 +32,11 @@ class Case:
 LAYERS, LAYER = 2, 1
 QKV = ((0, 32), (1, 16), (2, 16))
 CASES = {
+    "lanes": Case(128, ((0, 256), (1, 128), (2, 128)), rows=70, rank=5, slots=4, num_rows=66),
     "qkv": Case(64, QKV, repeats=2, rows=21, num_rows=19),
     "gate_up": Case(96, ((0, 80), (1, 80)), rows=16, rank=12),
     "down": Case(160, ((0, 64),), rows=9, rank=16, ranks=(16, 1, 8, 3)),
+    "one part": Case(128, ((0, 128),), rows=9, rank=16),
     "odd": Case(33, ((0, 5), (1, 1)), repeats=7, rows=5, rank=3),
 }
 
@@ -80,3 +85,25 @@ def in_float64(case: Case, call: list[Any]) -> np.ndarray:
             h = a[LAYER, slot, p, :rank] @ x[row] * np.float64(scales[LAYER, slot, p])
             out[row, columns] += h @ b[LAYER, slot, :rank, columns].T
     return out
+
+
+# Llama 3.1 8B: inputs, pattern, outputs
+LLAMA = {
+    "qkv": (4096, ((0, 512), (1, 128), (2, 128)), 6144), "gate_up": (4096, ((0, 14336), (1, 14336)), 28672),
+    "down": (14336, ((0, 4096),), 4096), "lm_head": (4096, ((0, 128256),), 128256),
+}  # fmt: skip
+
+
+def llama_call(name, rows, rank, dtype="bfloat16", layers=32, slots=64):
+    """A function of arrays, and their ShapeDtypeStructs."""
+    inputs, pattern, outputs = LLAMA[name]
+    parts = 1 + max(part for part, _ in pattern)
+    shapes = [
+        ((rows, inputs), dtype), ((rows, outputs), dtype), ((layers, slots, parts, rank, inputs), dtype),
+        ((layers, slots, rank, outputs), dtype), ((layers, slots, parts), "int32"), ((layers, slots, parts), "float32"),
+        ((rows,), "int32"), ((), "int32"), ((), "int32"),
+    ]  # fmt: skip
+    return (
+        lambda *args: grouped_lora(*args[:-1], layer=args[-1], pattern=pattern),
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in shapes],
+    )
