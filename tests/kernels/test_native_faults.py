@@ -19,6 +19,7 @@ from pallas_kernels import KVPages, paged_attention, write_qkv
 from pallas_kernels.cpu_kernels import KERNELS
 from pallas_kernels.dot import cpu as dot_cpu
 from pallas_kernels.grouped_dot import cpu as grouped_cpu
+from pallas_kernels.grouped_lora import cpu as lora_cpu
 from pallas_kernels.native import library, processors
 from pallas_kernels.paged_attention import cpu as attention_cpu
 from pallas_kernels.quantized_dot import cpu as quantized_cpu
@@ -296,6 +297,12 @@ def programs():
     def experts(x, weights):
         return grouped_cpu.grouped_dot(x, weights, jnp.array([3, 3, 0, 4]), jnp.int32(4), jnp.full(4, 7))
 
+    def adapters(x, base, a, b):
+        ranks, scales = jnp.full((1, 5, 1), 13), jnp.ones((1, 5, 1))
+        slots = jnp.arange(32) % 6 - 1
+        call = (x, base, a, b, ranks, scales, slots, jnp.int32(30))
+        return lora_cpu.grouped_lora(*call, layer=jnp.int32(0), pattern=((0, 640),))
+
     def quantised(x, weight):
         return quantized_cpu.quantized_dot(x, weight, jnp.int32(32), dtype=jnp.float32)
 
@@ -312,6 +319,9 @@ def programs():
     return {
         dot_cpu.KERNEL: (product, (x, weight)),
         grouped_cpu.KERNEL: (experts, (blocks, matrices)),
+        lora_cpu.KERNEL: (
+            adapters, (x, weight[:, :32].T, matrices[:, :16][None, :, None], weight[:100].reshape(1, 5, 16, 640)),
+        ),
         attention_cpu.KERNEL: (attention, tuple(case.values())),
         quantized_cpu.KERNEL: (quantised, (x, quantize_in_program(weight, 8, 64))),
         quantized_grouped_cpu.KERNEL: (
