@@ -4,6 +4,9 @@ A unit of work is a block of OUTPUTS outputs, for all rows. Every sum adds whole
 then adds the lanes in a tree. So a row's bits do not depend on the other rows.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from numba import njit
 
 from pallas_kernels.dot import cpu_vectors
@@ -17,58 +20,101 @@ LANES, TILE, VECTOR = vectors.LANES, vectors.TILE, vectors.VECTOR
 TILE_OUTPUTS = LANES // TILE
 OUTPUTS = 64  # of a unit
 MOST_ROWS = 16  # most rows of x with sums in scratch memory at a time
-FEW = 8 if LANES == 16 else TILE  # most rows of x for `dot_few`, which reads one row of weights at a time
+MOST_FEW = cpu_vectors.ROWS[-1]  # most rows of x for `few_float32` and `few_bfloat16`
+SPLITS, AHEAD = cpu_vectors.SPLITS, cpu_vectors.AHEAD
 FIRST_CACHE = 28_672  # bytes of x that stay in the L1 cache, next to a tile's weights
+STRIDE = 4 * OUTPUTS  # bytes from row to row of sums
+SUM_BYTES = MOST_ROWS * STRIDE
 MIN_SHARED_BYTES = 131_072  # of weights; below, one thread is faster
 
 X, WEIGHT, OUT, ROWS, NUM_OUTPUTS, INPUT_BYTES, KIND, OUT_KIND, JOB_BYTES = words(8)
 
 
+
+
+@njit(**NATIVE)
+def line_of_x(kind, line):
+    """Bytes of a row of x as the products read it. line: bytes of the row, and of a row of weights."""
+    return 2 * line if kind == BFLOAT16 and SPLITS else line
+
+
+@njit(**NATIVE)
+def scratch_for(kind, line):
+    """Bytes of a thread's scratch for `multiply_rows`: the sums of a block, then rows of x that are split."""
+    return SUM_BYTES + (max(FIRST_CACHE, TILE * line_of_x(kind, line)) if kind == BFLOAT16 and SPLITS else 0)
+
+
 @njit(**NATIVE)
 def scratch_bytes(job):
-    """Bytes of a thread's scratch: the sums of a block."""
-    return 4 * MOST_ROWS * OUTPUTS
+    """Bytes of a thread's scratch."""
+    return scratch_for(load_int64(job + KIND), load_int64(job + INPUT_BYTES))
 
 
 @njit(**NATIVE)
 def dot_tile(kind, to, x, last_x, w, last_w, line, early):
     """Multiply TILE rows of x by LANES // TILE rows of w. Missing rows repeat the last. early: row of w to prefetch."""
     if kind == BFLOAT16:
-        cpu_vectors.dot_tile_bfloat16(to, 4 * OUTPUTS, x, last_x, w, last_w, line // VECTOR, early)
+        cpu_vectors.dot_tile_bfloat16(to, STRIDE, x, last_x, w, last_w, line // VECTOR, early)
     else:
-        cpu_vectors.dot_tile_float32(to, 4 * OUTPUTS, x, last_x, w, last_w, line // VECTOR, early)
+        cpu_vectors.dot_tile_float32(to, STRIDE, x, last_x, w, last_w, line // VECTOR, early)
 
 
 @njit(**NATIVE)
-def few_rows(rows, line):
-    """`few` of `dot_few` for `rows` rows: the next power of two; 0 where `dot_tile` is faster."""
-    few = 1
-    while few < rows:
-        few *= 2
-    return few if few <= FEW and (few <= 2 or few * line <= FIRST_CACHE) else 0
+def few_rows(rows, x_line):
+    """`few` of `dot_few` for `rows` rows: the next of ROWS; 0 where `dot_tile` is faster."""
+    few = 1 if rows <= 1 else 2 if rows <= 2 else 4 if rows <= 4 else max(rows, 5) if rows <= 6 else 8
+    return few if rows <= MOST_FEW and (few <= 2 or few * x_line <= FIRST_CACHE) else 0
 
 
-@njit(**NATIVE)
-def dot_few(kind, few, to, x, last_x, w, last_w, line):
-    """Multiply `few` rows of x by LANES // few rows of w. Missing rows repeat the last one."""
-    steps, stride = line // VECTOR, 4 * OUTPUTS
-    if kind == BFLOAT16:
-        if few == 1:
-            cpu_vectors.dot_1_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
-        elif few == 2:
-            cpu_vectors.dot_2_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
-        elif few == 4:
-            cpu_vectors.dot_4_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
+def make_few(functions: Mapping[int, Any]) -> Callable[..., None]:
+    """A function that multiplies `few` rows of x, one of ROWS, with the function for that number."""
+    (rows, function), *others = functions.items()
+    if not others:
+
+        @njit(**NATIVE)
+        def last(few, to, x, last_x, w, last_w, line, early):
+            function(to, STRIDE, x, last_x, w, last_w, line // VECTOR, early)
+
+        return last
+    other = make_few(dict(others))
+
+    @njit(**NATIVE)
+    def choose(few, to, x, last_x, w, last_w, line, early):
+        if few == rows:
+            function(to, STRIDE, x, last_x, w, last_w, line // VECTOR, early)
         else:
-            cpu_vectors.dot_8_bfloat16(to, stride, x, last_x, w, last_w, steps, 0)
-    elif few == 1:
-        cpu_vectors.dot_1_float32(to, stride, x, last_x, w, last_w, steps, 0)
-    elif few == 2:
-        cpu_vectors.dot_2_float32(to, stride, x, last_x, w, last_w, steps, 0)
-    elif few == 4:
-        cpu_vectors.dot_4_float32(to, stride, x, last_x, w, last_w, steps, 0)
-    else:
-        cpu_vectors.dot_8_float32(to, stride, x, last_x, w, last_w, steps, 0)
+            other(few, to, x, last_x, w, last_w, line, early)
+
+    return choose
+
+
+few_float32, few_bfloat16 = make_few(cpu_vectors.few_float32), make_few(cpu_vectors.few_bfloat16)
+
+
+@njit(**NATIVE)
+def multiply_few(kind, few, x, rows, x_line, weight, count, line, to):
+    """Multiply at most `few` rows of x by `count` rows of weights."""
+    last_x, last_w = x + (rows - 1) * x_line, weight + (count - 1) * line
+    outputs = LANES // few if few <= TILE else 2
+    for output in range(0, count, outputs):
+        w = weight + output * line
+        if kind == BFLOAT16:
+            few_bfloat16(few, to + 4 * output, x, last_x, w, last_w, line, w + AHEAD)
+        else:
+            few_float32(few, to + 4 * output, x, last_x, w, last_w, line, w + AHEAD)
+
+
+@njit(**NATIVE)
+def multiply_tiles(kind, x, rows, x_line, weight, count, line, to, is_first):
+    """Multiply rows of x, at most MOST_ROWS, by `count` rows of weights. is_first: the weights are not in the cache."""
+    last_x, last_w = x + (rows - 1) * x_line, weight + (count - 1) * line
+    for output in range(0, count, TILE_OUTPUTS):
+        for row in range(0, rows, TILE):
+            # prefetch the next outputs' weights: each of the first tiles of rows requests one row of weights
+            next_output = output + TILE_OUTPUTS + min(row // TILE, TILE_OUTPUTS - 1)
+            early = weight + next_output * line if is_first else x
+            place = to + row * STRIDE + 4 * output
+            dot_tile(kind, place, x + row * x_line, last_x, weight + output * line, last_w, line, early)
 
 
 @njit(**NATIVE)
@@ -76,27 +122,25 @@ def multiply_rows(kind, out_kind, x, rows, line, weight, count, out, outputs, sc
     """Multiply rows of x by at most OUTPUTS rows of weights.
 
     line: bytes of a row of x, and of weights. count: rows of weights. out: address of the first row's first result.
-    outputs: row stride of the results, in numbers. scratch: memory for MOST_ROWS * OUTPUTS float32 numbers.
+    outputs: row stride of the results, in numbers. scratch: `scratch_for` bytes.
     """
     size = 2 if out_kind == BFLOAT16 else 4
-    last_x, last_w = x + (rows - 1) * line, weight + (count - 1) * line
-    few = few_rows(rows, line)
-    together = MOST_ROWS if few > 0 else max(TILE, min(MOST_ROWS, FIRST_CACHE // line // TILE * TILE))
+    x_line = line_of_x(kind, line)
+    few = few_rows(rows, x_line)
+    together = rows if few > 0 else max(TILE, min(MOST_ROWS, FIRST_CACHE // x_line // TILE * TILE))
     for start in range(0, rows, together):
         end = min(start + together, rows)
+        read = x + start * line
+        if x_line != line:
+            read = scratch + SUM_BYTES
+            for row in range(start, end):
+                cpu_vectors.split_pairs(read + (row - start) * x_line, x + row * line, line // VECTOR)
         if few > 0:
-            for output in range(0, count, LANES // few):
-                dot_few(kind, few, scratch + 4 * output, x, last_x, weight + output * line, last_w, line)
+            multiply_few(kind, few, read, rows, x_line, weight, count, line, scratch)
         else:
-            for output in range(0, count, TILE_OUTPUTS):
-                for row in range(start, end, TILE):
-                    to = scratch + 4 * ((row - start) * OUTPUTS + output)
-                    # prefetch the next outputs' weights: each of the first tiles of rows requests one row of weights
-                    next_output = output + TILE_OUTPUTS + min(row // TILE, TILE_OUTPUTS - 1)
-                    early = weight + next_output * line if start == 0 else x
-                    dot_tile(kind, to, x + row * line, last_x, weight + output * line, last_w, line, early)
+            multiply_tiles(kind, read, end - start, x_line, weight, count, line, scratch, start == 0)
         for row in range(start, end):
-            source, target = scratch + 4 * (row - start) * OUTPUTS, out + row * outputs * size
+            source, target = scratch + (row - start) * STRIDE, out + row * outputs * size
             if out_kind == BFLOAT16:
                 vectors.narrow_bfloat16(target, source, count, vectors.ONE)
             else:

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
+
 from pallas_kernels.native.memory import prefetch_line
 from pallas_kernels.native.vectors import (
     FLOATS,
+    HAS_BFLOAT16,
     INT,
+    INTS,
     LANES,
     PAIRS,
     TILE,
@@ -17,7 +21,13 @@ from pallas_kernels.native.vectors import (
     vector_function,
 )
 
-AHEAD = 2048  # prefetch distance, in bytes
+# Without instructions for pairs of bfloat16 numbers, rows of x are taken apart once: `split_pairs`.
+SPLITS = not HAS_BFLOAT16
+# Rows of weights that a product of few rows reads together. Processors with AVX-512 and without bfloat16 instructions
+# need several sums in progress (docs/decisions.md). The others read one stream of memory faster than several.
+TOGETHER = 4 if LANES == 16 and SPLITS else 1
+AHEAD = 8192 if TOGETHER > 1 else 2048  # prefetch distance in bytes
+ROWS = tuple(rows for rows in (1, 2, 4, 5, 6, 8) if rows <= LANES // 2)  # of x, in the products of few rows
 
 
 def _row(code: Code, base: Any, row: int, line: Any, last: Any) -> Any:
@@ -26,37 +36,70 @@ def _row(code: Code, base: Any, row: int, line: Any, last: Any) -> Any:
     return b.select(b.icmp_signed("<", place, last), place, last)
 
 
-def _dot(vector: Any, step: Callable[[Code, Any, Any, Any], Any], rows: int, together: int) -> Any:
-    """Make a function: to[rows, outputs] = x[rows] @ w[outputs].T, where outputs = LANES // rows: LANES sums in all.
+def _halves(code: Code, pairs: Any) -> tuple[Any, Any]:
+    """The first and the second numbers of pairs of bfloat16 numbers, as float32."""
+    b = code.builder
+    first, second = b.shl(pairs, code.ints(16)), b.and_(pairs, code.ints(-1 << 16))
+    return b.bitcast(first, FLOATS), b.bitcast(second, FLOATS)
 
-    x, w:  rows of `steps` vectors. Missing rows repeat `last_x` and `last_w`.
+
+@vector_function(INT, INT, INT)
+def split_pairs(code: Code, to: Any, row: Any, chunks: Any) -> None:
+    """Write a row of bfloat16 numbers as float32. Of each vector first its even numbers, then its odd ones."""
+    with code.each(chunks) as i:
+        halves = _halves(code, code.load(code.at(row, (i, VECTOR)), INTS, 2))
+        for half, value in enumerate(halves):
+            code.store(value, code.at(to, (i, 2 * VECTOR), (code.number(half * VECTOR), 1)))
+
+
+# How products read vectors: the type of a vector of weights, and its parts; then vectors of x for each of them, and the
+# function that adds their product to a sum.
+_Kind = tuple[Any, Callable[[Code, Any], tuple[Any, ...]], int, Callable[[Code, Any, Any, Any], Any]]
+_FLOAT32: _Kind = (FLOATS, lambda code, w: (w,), 1, add_float32)
+_BFLOAT16: _Kind = (INTS, _halves, 2, add_float32) if SPLITS else (PAIRS, lambda code, w: (w,), 1, add_bfloat16)
+
+
+def outputs_of(rows: int) -> int:
+    """Outputs of a product of `rows` rows: the largest power of two with at most LANES sums in all."""
+    return 1 << (LANES // rows).bit_length() - 1
+
+
+def _dot(kind: _Kind, rows: int, together: int, requests: int) -> Any:
+    """Make a function: to[rows, outputs] = x[rows] @ w[outputs].T, where outputs = outputs_of(rows).
+
+    x, w:  rows of vectors: `steps` of w, and of x as many for each part. Missing rows repeat `last_x` and `last_w`.
     to:    float32, with `stride` bytes from row to row.
-    early: address of a row of weights to prefetch; 0: the weights AHEAD bytes later.
+    early: address of weights to prefetch, `requests` cache lines at a time.
 
     The function reads `together` rows of w at a time. That does not change the bits of a sum, which adds its vectors in
     order and then its lanes as a tree (`Code.sums`).
     """
-    outputs = LANES // rows
+    vector, parts_of, num_parts, step = kind
+    outputs = outputs_of(rows)
+    together = min(together, outputs)
 
     @vector_function(*[INT] * 8)
     def dot(code: Code, to: Any, stride: Any, x: Any, last_x: Any, w: Any, last_w: Any, steps: Any, early: Any) -> None:
         b, line = code.builder, code.builder.mul(steps, code.number(VECTOR))
-        sums = code.variables([code.floats(0.0)] * LANES)
-        x_rows = [_row(code, x, row, line, last_x) for row in range(rows)]
-        is_given = b.icmp_unsigned("!=", early, code.number(0))
+        sums = code.variables([code.floats(0.0)] * (rows * outputs))
+        x_line = b.mul(line, code.number(num_parts))
+        x_rows = [_row(code, x, row, x_line, last_x) for row in range(rows)]
         for first in range(0, outputs, together):
             w_rows = [_row(code, w, output, line, last_w) for output in range(first, first + together)]
-            ahead = b.select(is_given, early, code.at(w_rows[0], (code.number(AHEAD), 1)))
+            ahead = code.at(early, (line, first))
             with code.each(steps) as i:
-                if rows >= TILE:  # with fewer rows, the processor's own prefetching suffices
-                    prefetch_line(b, code.at(ahead, (i, VECTOR)))
-                w_parts = [code.load(code.at(row, (i, VECTOR)), vector, 2) for row in w_rows]
-                for row, x_row in enumerate(x_rows):
-                    x_part = code.load(code.at(x_row, (i, VECTOR)), vector, 2)
-                    for output, w_part in enumerate(w_parts, first):
-                        total = sums[row * outputs + output]
-                        b.store(step(code, b.load(total), x_part, w_part), total)
-        result = code.sums([b.load(total) for total in sums])
+                for each in range(requests):
+                    prefetch_line(b, code.at(ahead, (i, requests * VECTOR), (code.number(each * VECTOR), 1)))
+                w_parts = [parts_of(code, code.load(code.at(row, (i, VECTOR)), vector, 2)) for row in w_rows]
+                for part in range(num_parts):
+                    for row, x_row in enumerate(x_rows):
+                        place = code.at(x_row, (i, num_parts * VECTOR), (code.number(part * VECTOR), 1))
+                        x_part = code.load(place, vector if num_parts == 1 else FLOATS, 2)
+                        for output, of_output in enumerate(w_parts, first):
+                            total = sums[row * outputs + output]
+                            b.store(step(code, b.load(total), x_part, of_output[part]), total)
+        totals = [b.load(total) for total in sums]
+        result = code.sums([*totals, *[ir.Constant(FLOATS, ir.Undefined)] * (LANES - len(totals))])
         for row in range(rows):
             part = code.pick(result, result, range(row * outputs, (row + 1) * outputs))
             code.store(part, code.at(to, (stride, row)))
@@ -64,13 +107,13 @@ def _dot(vector: Any, step: Callable[[Code, Any, Any, Any], Any], rows: int, tog
     return dot
 
 
-# dot_1 to dot_8 read one row of weights at a time: 56 GB/s from memory, against 25 with 4 rows at a time (two cores of
-# a Zen 5, 60 MB of weights).
-dot_1_float32, dot_2_float32, dot_4_float32, dot_8_float32, dot_tile_float32 = (
-    _dot(FLOATS, add_float32, rows, together)
-    for rows, together in ((1, 1), (2, 1), (4, 1), (8, 1), (TILE, LANES // TILE))
-)
-dot_1_bfloat16, dot_2_bfloat16, dot_4_bfloat16, dot_8_bfloat16, dot_tile_bfloat16 = (
-    _dot(PAIRS, add_bfloat16, rows, together)
-    for rows, together in ((1, 1), (2, 1), (4, 1), (8, 1), (TILE, LANES // TILE))
-)
+def _few(kind: _Kind) -> dict[int, Any]:
+    """The functions for ROWS rows. Weights that are read row by row are one stream, which processors prefetch."""
+    return {
+        rows: _dot(kind, rows, TOGETHER, min(TOGETHER, outputs_of(rows)) if TOGETHER > 1 else int(rows >= TILE))
+        for rows in ROWS
+    }
+
+
+few_float32, few_bfloat16 = _few(_FLOAT32), _few(_BFLOAT16)
+dot_tile_float32, dot_tile_bfloat16 = (_dot(kind, TILE, LANES // TILE, 1) for kind in (_FLOAT32, _BFLOAT16))

@@ -7,7 +7,7 @@ of outputs, computed as in `dot`. So a row has the bits that `dot` gives it, in 
 import numpy as np
 from numba import njit
 
-from pallas_kernels.dot.cpu_kernel import MIN_SHARED_BYTES, MOST_ROWS, OUTPUTS, multiply_rows
+from pallas_kernels.dot.cpu_kernel import MIN_SHARED_BYTES, OUTPUTS, multiply_rows, scratch_for
 from pallas_kernels.native.convert import size_of
 from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result, words
 from pallas_kernels.native.memory import fill_zeros, load_int32, load_int64, store_int64
@@ -18,8 +18,8 @@ FIRST, COUNT, MATRIX, RUN_BYTES = 0, 8, 16, 24  # of a run: its first row among 
 
 @njit(**NATIVE)
 def scratch_bytes(job):
-    """Bytes of a thread's scratch: the sums of a block of outputs."""
-    return 4 * MOST_ROWS * OUTPUTS
+    """Bytes of a thread's scratch."""
+    return scratch_for(load_int64(job + KIND), load_int64(job + INPUT_BYTES))
 
 
 @njit(**NATIVE)
