@@ -149,7 +149,7 @@ class AsyncLLM(EngineAccess):
             self._engine_thread.check_room()  # checks the process too: a forked child has no threads
             adapter = self._adapter_of(lora_request)
             if adapter is not None:  # other requests go on while it is read
-                await asyncio.wrap_future(adapter, loop=loop)
+                await asyncio.shield(asyncio.wrap_future(adapter, loop=loop))  # other requests may wait for it, too
             work = partial(self._process, request_id, prompt, params, priority, refuse_cut, requester, adapter)
             request_group, prefixes = await self._tokenising.run(prompt_length(prompt), work)
             if request_group.grammar is not None:
@@ -226,7 +226,7 @@ class AsyncLLM(EngineAccess):
     ) -> bool:  # fmt: skip
         """Read a LoRA adapter before it is needed, or add one of live arrays. As `LLM.add_lora`."""
         future = self._added_adapter(adapter, arrays, lora_alpha, use_rslora=use_rslora)
-        await asyncio.wrap_future(future)
+        await asyncio.shield(asyncio.wrap_future(future))
         return True
 
     async def remove_lora(self, adapter: str | int) -> bool:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jpaged.errors import JPagedError
+from jpaged.serving.adapters import routes as routes_adapters
 from jpaged.serving.admin import routes_admin, routes_service
 from jpaged.serving.admin.http_observer import HTTPObserver
 from jpaged.serving.admin.metrics import ServerMetrics
@@ -82,7 +83,7 @@ HANDLERS = dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Except
 def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     """Make the application of a running engine. It closes the engine when it shuts down."""
     page = Page.read() if options.ui else Page({})
-    admin = routes_admin.routes(options.profile_dir) if options.admin_keys else []
+    admin = [*routes_admin.routes(options.profile_dir), *routes_adapters.routes()] if options.admin_keys else []
     tokenizer = [Route("/tokenizer_info", routes_text.tokenizer_info)] if options.tokenizer_info else []
     files = routes_files.ROUTES if options.files is not None else []
     admin_paths = frozenset(route.path for route in admin if isinstance(route, Route))

@@ -8,6 +8,8 @@ from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
 from jpaged.config import EngineConfig
 from jpaged.errors import shown
 from jpaged.frontend.tokenising import TokeniserThreads
+from jpaged.lora.request import LoRARequest
+from jpaged.serving.adapters.served_adapters import ServedAdapters
 from jpaged.serving.engine_client import EngineClient
 from jpaged.serving.web.error_responses import APIError
 
@@ -24,6 +26,7 @@ class Server:
     # Chat template, and formats of tool calls and reasoning.
     chat: ChatFormats = dataclasses.field(default_factory=ChatFormats)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    adapters: ServedAdapters | None = None  # LoRA adapters; None without --enable-lora
     tokenising: TokeniserThreads = dataclasses.field(default_factory=TokeniserThreads)  # texts that no engine encodes
 
     @property
@@ -32,10 +35,34 @@ class Server:
         return self.config is not None and self.config.speculative_config is not None
 
     def model_name(self, asked: str | None) -> str:
-        """Return the model name for the answer. Raises APIError 404 for a name that is not served."""
+        """Return the model name for the answer, or the adapter's. Raises APIError 404 for a name that is not served."""
         if asked is None:
             return self.model_names[0]
-        if asked not in self.model_names:
-            message = f"model is not served here: use {' or '.join(self.model_names)}, got {shown(asked)}"
-            raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
-        return asked
+        if asked in self.model_names or self.lora_request(asked) is not None:
+            return asked
+        known = " or ".join(self.model_names)
+        if self.adapters is not None:
+            known += f", or an adapter ({self.adapters.names_text()})"
+        message = f"model is not served here: use {known}, got {shown(asked)}"
+        raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+
+    def base_name(self, asked: str | None) -> str:
+        """`model_name` for a route that cannot use adapters. Raises APIError 400 for an adapter."""
+        name = self.model_name(asked)
+        if name not in self.model_names:
+            message = f"model: this route does not support LoRA adapters: use {' or '.join(self.model_names)}"
+            raise APIError(HTTPStatus.BAD_REQUEST, message, param="model")
+        return name
+
+    def lora_request(self, asked: str | None) -> LoRARequest | None:
+        """The adapter of a request's `model`; None: the model alone."""
+        if asked is None or self.adapters is None or asked in self.model_names:
+            return None
+        return self.adapters.request(asked)
+
+    def chat_of(self, asked: str | None) -> ChatFormats:
+        """Chat template and formats for a request's `model`. An adapter's own template replaces the model's."""
+        if asked is None or self.adapters is None or asked in self.model_names:
+            return self.chat
+        template = self.adapters.chat_template(asked)
+        return self.chat if template is None else dataclasses.replace(self.chat, chat_template=template)

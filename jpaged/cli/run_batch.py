@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from jpaged.cli.flags.adapters import check_adapters, served_adapters
 from jpaged.cli.flags.chat import ChatFlags
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.errors import RequestError
@@ -55,6 +56,7 @@ class RunBatch(ChatFlags):
         if self.output_file.exists() and self.input_file.exists() and self.output_file.samefile(self.input_file):
             raise RequestError("output_file", str(self.output_file), "is the input file: name another file")
         chat = self.chat_formats()
+        check_adapters(self.lora_modules, enabled=options.get("enable_lora", False))
         from tqdm import tqdm
 
         from jpaged.async_llm import AsyncLLM
@@ -72,9 +74,10 @@ class RunBatch(ChatFlags):
                 print(f"{self.output_file} has all {len(expected)} answers")
                 return 0
             engine = AsyncLLM(**options)
+            adapters = served_adapters(engine, names, self.lora_modules)
             server = Server(
                 engine=engine, model_names=names, chat=chat, config=engine.config,
-                template_kwargs=self.chat_template_kwargs,
+                template_kwargs=self.chat_template_kwargs, adapters=adapters,
             )  # fmt: skip
             # Kept responses would fill the memory, and no client can retrieve them.
             app = create_app(server, AppOptions(ui=False, keep_responses=False))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jpaged.cli.flags.access import ACCESS_DEFAULTS, AccessArguments
+from jpaged.cli.flags.adapters import check_adapters, served_adapters
 from jpaged.cli.flags.chat import ChatFlags
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.config import EngineConfig
@@ -89,6 +90,12 @@ class Serve(ChatFlags):
     """Read --nnodes, --node-rank, --master-addr and --headless from LeaderWorkerSet, Slurm (srun) or a TPU slice. All
     nodes run the same command. Options of the HTTP server apply to the first node."""
 
+    lora_dirs: Annotated[
+        tuple[pathlib.Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]", help_behavior_hint="")
+    ] = ()
+    """Folders below which POST /v1/load_lora_adapter may find adapters while the server runs. Needs --enable-lora and
+    an admin key. Default: no adapter may be loaded while the server runs."""
+
     watchdog_seconds: float = 120.0
     """Log the load and the stack of a step that takes longer, and answer /health with 503 until the step ends."""
 
@@ -160,6 +167,7 @@ class Serve(ChatFlags):
         if self.verbose:
             logging.getLogger("jpaged").setLevel(logging.DEBUG)
         names = self.served_model_name or (options["model"],)
+        check_adapters(self.lora_modules, self.lora_dirs, enabled=options.get("enable_lora", False))
         tracer = None
         if self.otlp_traces_endpoint is not None:
             tracer = RequestTracer(self.otlp_traces_endpoint, names[0])
@@ -170,6 +178,8 @@ class Serve(ChatFlags):
             access_log=self.access_log,
             disable_log_stats=options.get("disable_log_stats", False),
         )
+        if self.lora_dirs and not app_options.admin_keys:
+            raise RequestError("lora_dirs", str(self.lora_dirs[0]), "needs an admin key: add --admin-key-file")
 
         def load() -> "tuple[Starlette, AsyncLLM]":
             from jpaged.async_llm import AsyncLLM
@@ -177,10 +187,11 @@ class Serve(ChatFlags):
             from jpaged.serving.server_state import Server
 
             engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
+            adapters = served_adapters(engine, names, self.lora_modules, self.lora_dirs)
             client = engine if tracer is None else traced(engine, tracer)
             server = Server(
                 engine=client, model_names=names, root=options["model"], config=engine.config, chat=chat,
-                template_kwargs=self.chat_template_kwargs,
+                template_kwargs=self.chat_template_kwargs, adapters=adapters,
             )  # fmt: skip
             return create_app(server, app_options), engine
 

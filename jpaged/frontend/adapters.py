@@ -49,7 +49,7 @@ def adapter_registry(loaded: LoadedModel, config: EngineConfig, options: Adapter
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What reading an adapter needs of a model: no weights."""
+    """Parts of a model that reading an adapter needs: no weights."""
 
     family: Any
     spec: Any

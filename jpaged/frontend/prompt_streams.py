@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Protocol, TypeVar
 
+from jpaged.lora.request import LoRARequest
 from jpaged.outputs import RequestOutput
 from jpaged.params.sampling import SamplingParams
 
@@ -23,11 +24,13 @@ class Generates(Protocol):
         priority: int = 0,
         refuse_cut: bool = False,
         on_admitted: Callable[[], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output so far, after each step. Closing the generator aborts the request.
 
         refuse_cut: raise RequestError if prompt and max_tokens exceed max_model_len.
         on_admitted: called when the queue has accepted the request.
+        lora_request: LoRA adapter; None: the base model alone.
         """
         ...
 
@@ -41,15 +44,17 @@ def outputs_of(
     priority: int = 0,
     refuse_cut: bool = False,
     on_admitted: Callable[[], None] | None = None,
+    lora_request: LoRARequest | None = None,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (index of the prompt, output) for several prompts, in order of arrival. Closing it aborts all requests.
 
-    refuse_cut, on_admitted: as for `AsyncLLM.generate`. on_admitted is called once per prompt.
+    refuse_cut, on_admitted, lora_request: as for `AsyncLLM.generate`. on_admitted is called once per prompt.
     If one prompt fails, its error is raised and the other requests are aborted.
     """
     streams = [
         engine.generate(
-            prompt, params, f"{request_id}-{i}", priority=priority, refuse_cut=refuse_cut, on_admitted=on_admitted
+            prompt, params, f"{request_id}-{i}", priority=priority, refuse_cut=refuse_cut, on_admitted=on_admitted,
+            lora_request=lora_request,
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 from starlette.routing import Route
 
-from jpaged.serving.schemas import answers, files, pooling
+from jpaged.serving.schemas import adapters, answers, files, pooling
 from jpaged.serving.schemas import messages_answers as messages
 from jpaged.serving.schemas import requests as generating
 from jpaged.serving.schemas import responses_answers as responses
@@ -161,6 +161,8 @@ OPERATIONS = {
         ("/admin/profile/start", "/start_profile", "/admin/profile/stop", "/stop_profile"),
         Operation(response=answers.Done),
     ),
+    "/v1/load_lora_adapter": Operation(adapters.LoadAdapterRequest),
+    "/v1/unload_lora_adapter": Operation(adapters.UnloadAdapterRequest),
     "/is_paused": Operation(response=answers.IsPaused),
     "/is_sleeping": Operation(response=answers.IsSleeping),
 }

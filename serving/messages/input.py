@@ -56,6 +56,7 @@ def chat_request(server: Server, body: CountTokensRequest) -> ChatRequest:
     choice, output = body.tool_choice, body.output_config
     tools = [_tool(f"tools[{i}]", given) for i, given in enumerate(body.tools or [])]
     chat = ChatRequest(
+        model=body.model,
         messages=messages,
         tools=tools or None,
         tool_choice=None if choice is None else _tool_choice(choice, tools),
@@ -168,6 +169,7 @@ def _template_kwargs(server: Server, body: CountTokensRequest) -> dict[str, Any]
         raise RequestError("thinking.budget_tokens", None, "is missing: send a number of tokens, or type adaptive")
     if body.thinking.type != "enabled" and body.thinking.budget_tokens is not None:
         raise RequestError("thinking.budget_tokens", body.thinking.budget_tokens, "only goes with type enabled")
-    template = template_text(server.engine.get_tokenizer(), server.chat.chat_template, with_tools=bool(body.tools))
+    chat_template = server.chat_of(body.model).chat_template
+    template = template_text(server.engine.get_tokenizer(), chat_template, with_tools=bool(body.tools))
     read = template_variables(template) & {"enable_thinking", "thinking"} & set(server.template_kwargs)
     return {**dict.fromkeys(read, wanted), **(body.chat_template_kwargs or {})}

@@ -40,6 +40,7 @@ class ChatRun:
         outputs = outputs_of(
             self.server.engine, prompts, self.params, request_id, priority=self.chat.priority or 0,
             refuse_cut=self.chat.max_tokens is not None, on_admitted=on_admitted,
+            lora_request=self.server.lora_request(self.chat.model),
         )  # fmt: skip
         with generation.named_as_sent(names_as_sent(self.chat)):
             async with aclosing(generation.updates(outputs, 1, progress)) as updates:

@@ -34,7 +34,7 @@ def turn_of(server: Server, body: ChatRequest, tools: ChatTools, params: Samplin
     turn = chat_turn(
         tokenizer,
         messages_of(body.messages),
-        server.chat,
+        server.chat_of(body.model),
         tools=tools.tools,
         tool_choice=tools.choice,
         parallel_tool_calls=body.parallel_tool_calls is not False and not tools.legacy,
@@ -75,11 +75,11 @@ def rendered(
     options = RenderOptions(
         add_generation_prompt=add_generation_prompt if asked is None else asked,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=_checked_kwargs(server, tokenizer, body.chat_template_kwargs),
+        chat_template_kwargs=_checked_kwargs(server, tokenizer, body.model, body.chat_template_kwargs),
     )
     messages = messages_of(body.messages or [])
     prompt = chat_prompt(
-        tokenizer, messages, server.chat.chat_template, tools=tools, options=options, limit=limit
+        tokenizer, messages, server.chat_of(body.model).chat_template, tools=tools, options=options, limit=limit
     )
     return prompt["prompt_token_ids"]
 
@@ -127,11 +127,11 @@ def _call(where: str, call: MessageToolCall) -> dict[str, Any]:
 
 def _template_kwargs(server: Server, tokenizer: Any, body: ChatRequest, has_tools: bool) -> dict[str, Any]:
     """Return the template variables that the request sets. Raises RequestError for one that it may not set."""
-    given = _checked_kwargs(server, tokenizer, body.chat_template_kwargs)
+    given = _checked_kwargs(server, tokenizer, body.model, body.chat_template_kwargs)
     effort, verbosity = body.reasoning_effort, body.verbosity
     if effort is None and verbosity is None:
         return given
-    template = template_text(tokenizer, server.chat.chat_template, with_tools=has_tools)
+    template = template_text(tokenizer, server.chat_of(body.model).chat_template, with_tools=has_tools)
     read = template_variables(template)
     if effort is not None:
         variable = next((name for name in ("reasoning_effort", *THINKING_SWITCHES) if name in read), None)
@@ -148,14 +148,17 @@ def _template_kwargs(server: Server, tokenizer: Any, body: ChatRequest, has_tool
     return given
 
 
-def _checked_kwargs(server: Server, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked_kwargs(
+    server: Server, tokenizer: Any, model: str | None, kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return the request's template variables. Raises RequestError for a forbidden variable, or a long value.
 
     `chat_prompt` drops names that no template reads.
     """
     given, read = dict(kwargs or {}), frozenset[str]()
     if given:
-        texts = [template_text(tokenizer, server.chat.chat_template, with_tools=tools) for tools in (False, True)]
+        chat_template = server.chat_of(model).chat_template
+        texts = [template_text(tokenizer, chat_template, with_tools=tools) for tools in (False, True)]
         read = read.union(*map(template_variables, texts))
     for name, value in given.items():
         if name in read and name not in server.template_kwargs:

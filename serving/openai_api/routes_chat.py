@@ -66,6 +66,7 @@ async def batch_chat_completions(request: Request) -> Response:
             server.engine.generate(
                 predicted(salted([run.turn.prompt], body.cache_salt), body.prediction)[0], run.params,
                 f"{head.request_id}-{i}", priority=body.priority or 0, refuse_cut=_has_max_tokens(body),
+                lora_request=server.lora_request(body.model),
             )
             for i, run in enumerate(runs)
         ]  # fmt: skip
@@ -111,7 +112,7 @@ async def _answer(request: Request, server: Server, body: ChatRequest) -> Respon
     prompts = predicted(salted([turn.prompt], body.cache_salt), body.prediction)
     outputs = outputs_of(
         server.engine, prompts, params, head.request_id, priority=body.priority or 0,
-        refuse_cut=_has_max_tokens(body),
+        refuse_cut=_has_max_tokens(body), lora_request=server.lora_request(body.model),
     )  # fmt: skip
     if body.stream:
         events = _events(server, body, outputs, params.n, answers, head, fields)

@@ -61,8 +61,9 @@ async def _answer(request: Request, server: Server, body: CompletionRequest) -> 
     # Clients expect an error for a max_tokens that does not fit, as from OpenAI and vLLM.
     asked = body.max_tokens is not None
     outputs = outputs_of(
-        server.engine, prompts, params, head.request_id, priority=body.priority or 0, refuse_cut=asked
-    )
+        server.engine, prompts, params, head.request_id, priority=body.priority or 0, refuse_cut=asked,
+        lora_request=server.lora_request(body.model),
+    )  # fmt: skip
     if only_prompt:
         outputs = prompt_only(outputs)
     answers = CompletionAnswers(
@@ -134,7 +135,7 @@ async def generate(request: Request) -> Response:
         prompts = salted([{"prompt_token_ids": body.token_ids}], body.cache_salt)
         outputs = outputs_of(
             server.engine, prompts, params, head.request_id, priority=body.priority or 0,
-            refuse_cut=fields.max_tokens is not None,
+            refuse_cut=fields.max_tokens is not None, lora_request=server.lora_request(body.model),
         )  # fmt: skip
         if body.stream:
             events = _token_events(outputs, params, head.id, usage)

@@ -129,7 +129,7 @@ async def _pooled(request: Request, body: PooledInput, params: PoolingParams) ->
     """Return the head of the answer, and the output of each prompt."""
     server: Server = request.app.state.server
     with generation.named_as_sent(pooled.NAMES if body.messages is None else {"prompt_token_ids": "messages"}):
-        head = Head.new("embd", server.model_name(body.model), body.request_id)
+        head = Head.new("embd", server.base_name(body.model), body.request_id)
 
         async def work() -> pooled.Finals:
             prompts = await pooled.input_prompts(server, body)

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.errors import RequestError
+from jpaged.serving.adapters.served_adapters import AdapterCard
 from jpaged.serving.schemas.answers import ModelCard, ModelList, ModelPermission
 from jpaged.serving.schemas.messages_answers import ModelInfo, ModelInfoList
 from jpaged.serving.server_state import Server
@@ -16,23 +17,31 @@ MAX_PAGE, DEFAULT_PAGE = 1_000, 20  # models, as in Anthropic's API
 
 
 async def models(request: Request) -> Response:
-    """List the names of the served model."""
+    """List the names of the served model, and the LoRA adapters."""
     server: Server = request.app.state.server
     if speaks_anthropic(request.scope):
         return _json(_page(server, request))
-    return _json(ModelList([_card(server, name) for name in server.model_names]))
+    adapters = () if server.adapters is None else server.adapters.cards()
+    cards = [_card(server, name) for name in server.model_names]
+    return _json(ModelList([*cards, *(_adapter_card(server, adapter) for adapter in adapters)]))
 
 
 async def model(request: Request) -> Response:
-    """Return the entry of one model name."""
+    """Return the entry of one model name, or one adapter."""
     server: Server = request.app.state.server
     name = server.model_name(request.path_params["model"])
-    return _json(_info(server, name) if speaks_anthropic(request.scope) else _card(server, name))
+    if speaks_anthropic(request.scope):
+        return _json(_info(server, name))
+    adapters = () if server.adapters is None or name in server.model_names else server.adapters.cards()
+    found = next((_adapter_card(server, adapter) for adapter in adapters if adapter.name == name), None)
+    return _json(_card(server, name) if found is None else found)
 
 
 def _page(server: Server, request: Request) -> ModelInfoList:
     """Return a page of the model names. Raises RequestError for a bad query."""
-    query, names = request.query_params, server.model_names
+    query, names = request.query_params, list(server.model_names)
+    if server.adapters is not None:
+        names += [adapter.name for adapter in server.adapters.cards()]
     limit, after, before = query.get("limit", str(DEFAULT_PAGE)), query.get("after_id"), query.get("before_id")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_PAGE):
         raise RequestError("limit", limit, f"must be 1 to {MAX_PAGE}")
@@ -67,6 +76,18 @@ def _card(server: Server, name: str) -> ModelCard:
         root=server.model_names[0] if server.root is None else server.root,
         max_model_len=server.engine.max_model_len,
         permission=[ModelPermission(id=f"modelperm-{name}", created=server.created)],
+    )
+
+
+def _adapter_card(server: Server, adapter: AdapterCard) -> ModelCard:
+    created = adapter.created or server.created
+    return ModelCard(
+        id=adapter.name,
+        created=created,
+        root=adapter.root,
+        parent=adapter.parent,
+        max_model_len=server.engine.max_model_len,
+        permission=[ModelPermission(id=f"modelperm-{adapter.name}", created=created)],
     )
 
 

@@ -110,7 +110,7 @@ async def answer_rerank(request: Request, body: RerankRequest) -> Response:
 async def _scores(request: Request, body: ScoringFields, texts: _Texts) -> tuple[Head, list[float], EmbeddingUsage]:
     """Return the head of the answer, a score for each document, and the number of tokens."""
     server: Server = request.app.state.server
-    head = Head.new("score", server.model_name(body.model), body.request_id)
+    head = Head.new("score", server.base_name(body.model), body.request_id)
     model = pooled.pooled_model(server)
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         limit = getattr(body, name)

@@ -3,7 +3,7 @@
 import msgspec
 
 from jpaged.errors import RequestError
-from jpaged.serving.schemas import files, messages_requests, pooling, requests, responses_requests
+from jpaged.serving.schemas import adapters, files, messages_requests, pooling, requests, responses_requests
 from jpaged.serving.schemas.pooling import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from jpaged.serving.schemas.requests import ChatRequest, CompletionRequest, SizeLimits
 
@@ -18,6 +18,7 @@ _BY_TASK: dict[str, dict[str, type[SizeLimits]]] = {
     "classify": {"messages": ClassifyRequest, "input": ClassifyRequest, **_SCORES},
 }
 _STRUCTS = vars(requests) | vars(pooling) | vars(responses_requests) | vars(messages_requests) | vars(files)
+_STRUCTS |= vars(adapters)
 
 
 def body_schema(name: str, raw: bytes) -> type[SizeLimits]:

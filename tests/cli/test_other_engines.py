@@ -18,7 +18,7 @@ REFUSED = [
     (["--num-scheduler-steps", "2"], "leave it out, or 1, got 2"),
     (["--num-scheduler-steps"], "num_scheduler_steps: not supported yet"),
     (["--no-enable-chunked-prefill"], "enable_chunked_prefill: not supported yet"),
-    (["--enable-lora"], "enable_lora: not supported yet"),
+    (["--cpu-offload-gb", "4"], "cpu_offload_gb: not supported yet"),
     (["--kv-transfer-config", '{"kv_role": "kv_both"}'], "kv_transfer_config: not supported yet"),
 ]
 

@@ -282,7 +282,7 @@ for i, output in enumerate(outputs):
 """
 # Options of such scripts that are refused by name until they are built.
 LATER = {
-    "enable_lora": {"model": "x", "tensor_parallel_size": 4, "enable_lora": True},
+    "cpu_offload_gb": {"model": "x", "tensor_parallel_size": 4, "cpu_offload_gb": 8},
 }
 
 

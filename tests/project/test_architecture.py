@@ -82,7 +82,8 @@ ROOMS = {
     "jpaged.serving": {
         "schemas": set(),
         "web": {"schemas"},
-        "openai_api": {"schemas", "web"},
+        "adapters": {"schemas", "web"},
+        "openai_api": {"schemas", "web", "adapters"},
         "responses": {"schemas", "web", "openai_api"},
         "messages": {"schemas", "web", "openai_api"},
         "files": {"schemas", "web", "openai_api"},

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import CapacityError, EngineError, RequestError
+from jpaged.lora.request import LoRARequest
 from jpaged.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -83,6 +84,7 @@ class FakeEngine:
     seen_salts: list[str | None] = dataclasses.field(default_factory=list)
     seen_predictions: list[str | None] = dataclasses.field(default_factory=list)
     seen_priorities: list[int] = dataclasses.field(default_factory=list)
+    seen_adapters: list[LoRARequest | None] = dataclasses.field(default_factory=list)
     seen_clients: list[str] = dataclasses.field(default_factory=list)
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
     pooling: PooledModel | None = None
@@ -102,9 +104,11 @@ class FakeEngine:
         priority: int = 0,
         refuse_cut: bool = False,
         on_admitted: Callable[[], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         ids = self.token_ids(prompt, priority)
         self.seen_clients.append(current_client.get())
+        self.seen_adapters.append(lora_request)
         if not ids:
             raise RequestError("prompt", prompt, "must not be empty")
         for token_id in ids:

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from jpaged.chat.turn import DEFAULT_TEMPLATE_KWARGS, ChatFormats
+from jpaged.cli.flags.adapters import LoraModules
 from jpaged.cli.flags.engine import one_line_help, read_text
 
 
@@ -36,6 +37,10 @@ class ChatFlags:
         tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="")
     ] = DEFAULT_TEMPLATE_KWARGS
     """Variables of the chat template that requests may set in chat_template_kwargs."""
+
+    lora_modules: LoraModules = ()
+    """LoRA adapters to load at the start, for requests that name one as their model. Needs --enable-lora. NAME=FOLDER,
+    or JSON: {"name": ..., "path": ..., "base_model_name": ...}."""
 
     def chat_formats(self) -> ChatFormats:
         """Read the template and look up the parsers. Raises RequestError."""

@@ -42,7 +42,9 @@ class _Entry:
     int_id: int
     source: Any
     path: str
-    generation: int = 0  # number of reloads
+    generation: int = 0  # of `future`; counts reloads
+    asked: int = 0       # generation of the last read that was asked for
+    was_read: bool = False
     future: Future[LoadedAdapter] | None = None
     asked_at: int = 0
 
@@ -67,18 +69,20 @@ class AdapterRegistry:
             return self._ask(self._entry(request))
 
     def reload(self, request: LoRARequest) -> Future[LoadedAdapter]:
-        """Read an adapter again, from the request's path if it has one. Raises as `get`, but the path may be new."""
+        """Read an adapter again, from the request's path if it has one. Raises as `get`, but the path may be new.
+
+        Other requests get the old content until the new one is read. If that fails, the old content stays.
+        """
         with self._lock:
             entry = self._entries.get(request.lora_name)
             if entry is None:
                 return self._ask(self._entry(request))
             self._check_number(request)
-            if request.lora_path:
-                entry.path = entry.source = request.lora_path
-            if not entry.path:
+            path = request.lora_path or entry.path
+            if not path:
                 raise RequestError("lora_path", "", f"adapter {entry.name!r} is of live arrays: name the new folder")
-            entry.generation, entry.future = entry.generation + 1, None
-            return self._ask(entry)
+            entry.asked += 1
+            return self._submit(self._replace, entry, path, entry.asked)
 
     def add_arrays(self, name: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Future[LoadedAdapter]:
         """Add an adapter of live arrays, or replace the one of this name. It stays in memory until it is removed."""
@@ -86,8 +90,8 @@ class AdapterRegistry:
             known = self._entries.get(name)
             number = known.int_id if known else 1 + max((e.int_id for e in self._entries.values()), default=0)
             request = LoRARequest(name, number)  # checks the name
-            generation = known.generation + 1 if known else 0
-            entry = _Entry(request.lora_name, number, (arrays, options), "", generation)
+            generation = known.asked + 1 if known else 0
+            entry = _Entry(request.lora_name, number, (arrays, options), "", generation, generation)
             self._entries[name] = entry
             return self._ask(entry)
 
@@ -102,7 +106,13 @@ class AdapterRegistry:
     def known(self) -> list[AdapterInfo]:
         """All adapters, in the order in which they were added."""
         with self._lock:
-            return [AdapterInfo(e.name, e.int_id, e.path, _result(e.future)) for e in self._entries.values()]
+            return [_info(entry) for entry in self._entries.values()]
+
+    def find(self, adapter: str | int) -> AdapterInfo | None:
+        """An adapter by name or number; None: there is none."""
+        with self._lock:
+            entry = self._find(adapter)
+            return None if entry is None else _info(entry)
 
     def close(self) -> None:
         """Stop reading."""
@@ -141,22 +151,41 @@ class AdapterRegistry:
     def _ask(self, entry: _Entry) -> Future[LoadedAdapter]:
         entry.asked_at = next(self._order)
         if entry.future is None:
-            try:
-                entry.future = self._readers.submit(self._load, entry, entry.source, entry.generation)
-            except RuntimeError:
-                raise EngineError("the engine is closed: make a new one") from None
+            entry.future = self._submit(self._load, entry, entry.source, entry.generation)
             self._drop_some()
         return entry.future
+
+    def _submit(self, call: Callable[..., LoadedAdapter], *arguments: Any) -> Future[LoadedAdapter]:
+        try:
+            return self._readers.submit(call, *arguments)
+        except RuntimeError:
+            raise EngineError("the engine is closed: make a new one") from None
 
     def _load(self, entry: _Entry, source: Any, generation: int) -> LoadedAdapter:
         try:
             loaded = self._read(entry.name, source, generation)
         except BaseException:
-            with self._lock:  # so that a better file can be tried under the same name
+            with self._lock:
                 if self._entries.get(entry.name) is entry and entry.generation == generation:
-                    del self._entries[entry.name]
+                    entry.future = None  # the next request tries again
+                    if not entry.was_read:  # so that a better folder can be tried under the same name
+                        del self._entries[entry.name]
             raise
+        entry.was_read = True
         logger.info("LoRA adapter %s", loaded.summary)
+        return loaded
+
+    def _replace(self, entry: _Entry, path: str, generation: int) -> LoadedAdapter:
+        """Read new content for an adapter. Later requests get it, unless an even later reload was faster."""
+        loaded = self._read(entry.name, path, generation)
+        with self._lock:
+            if entry.generation < generation:
+                future: Future[LoadedAdapter] = Future()
+                future.set_result(loaded)
+                entry.path, entry.source, entry.generation, entry.future = path, path, generation, future
+                entry.was_read = True
+                self._drop_some()
+        logger.info("LoRA adapter %s (again)", loaded.summary)
         return loaded
 
     def _drop_some(self) -> None:
@@ -164,6 +193,10 @@ class AdapterRegistry:
         loaded = [e for e in self._entries.values() if e.future is not None and e.path]
         for entry in sorted(loaded, key=lambda e: e.asked_at)[: max(0, len(loaded) - self._max_loaded)]:
             entry.future = None
+
+
+def _info(entry: _Entry) -> AdapterInfo:
+    return AdapterInfo(entry.name, entry.int_id, entry.path, _result(entry.future))
 
 
 def _result(future: Future[LoadedAdapter] | None) -> LoadedAdapter | None:
