@@ -274,6 +274,11 @@ class EngineConfig:
     max_num_batched_tokens."""
 
     @property
+    def adapters_in_host_memory(self) -> int:
+        """Maximum number of LoRA adapters that are kept in host memory."""
+        return max(16, 2 * self.max_loras) if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
     def devices_per_engine(self) -> int:
         """Number of devices that one engine runs on, in all processes together."""
         return self.pipeline_parallel_size * self.tensor_parallel_size * self.prefill_context_parallel_size

@@ -131,6 +131,9 @@ def text_of(plan: Any) -> str:
         if plan.host_blocks:
             tokens = plan.host_blocks * memory.limits.block_size // len(memory.limits.kv_groups.windows)
             lines.append(f"host memory (swap_space): {plan.host_blocks:,} blocks, KV of {tokens:,} tokens")
+        if plan.adapters is not None:
+            size, count = plan.adapters.host_bytes, plan.adapters.host_slots
+            lines.append(f"host memory of LoRA adapters (max_cpu_loras): {count:,} adapters, {size / 2**20:,.1f} MiB")
         lines.append(f"max_model_len: {memory.limits.max_model_len:,}")
     if plan.largest_max_model_len is not None:
         lines.append(f"the largest max_model_len that fits: {plan.largest_max_model_len:,}")
@@ -204,6 +207,7 @@ def plan_fields(plan: Any) -> dict[str, Any]:
         "largest_max_model_len": plan.largest_max_model_len,
         "fits": memory is not None,
         "problem": plan.problem,
+        "adapters": None if plan.adapters is None else dataclasses.asdict(plan.adapters),
         "roofline": None if plan.roofline is None else dataclasses.asdict(plan.roofline),
     }
     if memory is None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.config import DTYPE_ALIASES, EngineConfig
+from jpaged.config import DTYPES, EngineConfig
 from jpaged.engine.adapters.adapter_registry import AdapterRegistry
 from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
-from jpaged.errors import RequestError
 from jpaged.loading import LoadedModel
 from jpaged.loading.adapters import describe_adapter, read_adapter, read_arrays
 from jpaged.models.adapters import Adapter
@@ -27,24 +26,15 @@ from jpaged.runtime.adapter_pool import AdapterOptions
 
 def adapter_options(loaded: LoadedModel, config: EngineConfig) -> AdapterOptions | None:
     """Sizes of the pools of adapters; None without `enable_lora`. Raises RequestError if the model cannot have any."""
-    if not config.enable_lora:
-        return None
-    if loaded.spec.latent is not None:
-        raise RequestError("enable_lora", True, "is not supported yet for models with latent attention: leave it out")
-    name = DTYPE_ALIASES.get(config.lora_dtype, config.lora_dtype)
     stored = loaded.dtype if loaded.stored_dtype is None else loaded.stored_dtype
-    known = {"bfloat16", "float16", "float32"}
-    name = (stored.name if stored.name in known else loaded.dtype.name) if name == "auto" else name
-    return AdapterOptions(
-        loaded.spec, loaded.spec if loaded.stored_spec is None else loaded.stored_spec, loaded.layout,
-        config.max_loras, config.max_lora_rank, _dtype(name), shards_of(config),
-    )  # fmt: skip
+    dtype = stored if stored.name in DTYPES else loaded.dtype
+    return AdapterOptions.of(loaded.spec, config, dtype, loaded.layout, stored=loaded.stored_spec)
 
 
 def adapter_registry(loaded: LoadedModel, config: EngineConfig, options: AdapterOptions) -> AdapterRegistry:
     """The registry of an engine's adapters."""
-    most = max(16, 2 * config.max_loras) if config.max_cpu_loras is None else config.max_cpu_loras
-    return AdapterRegistry(functools.partial(_read, loaded=_description(loaded), options=options), max_loaded=most)
+    read = functools.partial(_read, loaded=_description(loaded), options=options)
+    return AdapterRegistry(read, max_loaded=config.adapters_in_host_memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +80,3 @@ def _leaves(content: Mapping[str, Any]) -> list[np.ndarray]:
     import jax
 
     return jax.tree.leaves(dict(content))
-
-
-def _dtype(name: str) -> np.dtype:
-    import jax.numpy as jnp
-
-    return np.dtype(getattr(jnp, name))

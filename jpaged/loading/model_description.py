@@ -40,6 +40,7 @@ class DescribedModel:
     dtype: np.dtype  # dtype of the loaded weights; of the activations, if the weights are quantised
     params: Any      # the tree of loaded weights, as ShapeDtypeStructs; with pipeline stages, a tuple of trees
     masked: bool     # some token ids may not be sampled
+    stored_dtype: np.dtype | None = None  # of the checkpoint; None: unknown
     format: str | None = None  # quant_method of the checkpoint; None: it is not quantised
 
 
@@ -75,7 +76,8 @@ def describe(
     placer = placer_for(quantizer_of(config, platform), config, spec, each)
     params = shapes(dtype, placer)
     split = split_spec(spec, shards)
-    return DescribedModel(f"{config.model} ({architecture})", split, dtype, params, _masked(config, spec, folder), form)
+    masked = _masked(config, spec, folder)
+    return DescribedModel(f"{config.model} ({architecture})", split, dtype, params, masked, stored, form)
 
 
 def _values(config: EngineConfig, folder: Path) -> dict[str, Any]:

@@ -33,6 +33,23 @@ class Temporaries:
 
 
 @dataclasses.dataclass(frozen=True)
+class AdapterMemory:
+    """Memory of LoRA adapters."""
+
+    num_bytes: int    # of the pools on one device
+    slots: int        # adapters on the device
+    rank: int         # largest rank of an adapter
+    dtype: str
+    host_slots: int   # adapters in host memory, at most
+    slot_bytes: int   # host memory of one adapter
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all adapters, at most."""
+        return self.host_slots * self.slot_bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class EnginePlan:
     """Memory use of an engine on one device, and the number of requests that fit."""
 
@@ -59,6 +76,7 @@ class EnginePlan:
     stage: tuple[int, int] = (0, 1)        # (index, number of stages): the fullest stage, which this plan describes
     num_layers: int = 0                    # layers of this stage
     drafter: str | None = None             # name of the drafter on the device; None: there is none
+    adapters: AdapterMemory | None = None  # None without enable_lora
     drafter_bytes: int = 0                 # of its weights; with `memory`, also of its pages and its state
 
     @property
@@ -97,6 +115,9 @@ class EnginePlan:
         of = f"of the largest program ({self.temporaries.program}), {how}"
         if self.drafter is not None:
             rows.append(Row("drafter", self.drafter_bytes, self.drafter, self._drafter_parts()))
+        if self.adapters is not None:
+            slots = f"{self.adapters.slots} slots of rank {self.adapters.rank}, {self.adapters.dtype}"
+            rows.append(Row("LoRA adapters", self.adapters.num_bytes, slots))
         rows.append(Row("temporaries", self.temporaries.num_bytes, of))
         plan = self.memory
         if plan is not None:

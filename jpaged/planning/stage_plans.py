@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 
-from jpaged.config import EngineConfig
+from jpaged.config import DTYPES, EngineConfig
 from jpaged.errors import ModelLoadError, RequestError, first_line
 from jpaged.loading.drafters import LoadedDrafter, describe_drafter
 from jpaged.loading.model_description import DescribedModel, describe
@@ -18,7 +18,8 @@ from jpaged.models.sharding import find_devices, shards_of, whole_bytes
 from jpaged.models.spec import Stage
 from jpaged.models.stages import stages_of
 from jpaged.planning import PlanArguments
-from jpaged.planning.engine_plan import EnginePlan, Temporaries
+from jpaged.planning.engine_plan import AdapterMemory, EnginePlan, Temporaries
+from jpaged.runtime.adapter_pool import AdapterOptions
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.drafting.drafter_model import DrafterModel
@@ -92,7 +93,12 @@ def _plan_stage(
     params, shards = described.params, placement.shards
     drafter = _drafter(config, described, placement)
     served = None if drafter is None else DrafterModel(drafter.head_spec or drafter.spec, drafter.params)
-    model = ServedModel(described.spec, params, masked=described.masked, stage=stage, drafter=served)
+    stored = described.stored_dtype
+    of_adapters = stored if stored is not None and stored.name in DTYPES else described.dtype
+    adapters = AdapterOptions.of(described.spec, config, of_adapters)
+    model = ServedModel(
+        described.spec, params, masked=described.masked, stage=stage, drafter=served, adapters=adapters
+    )
     blueprint = Blueprint.draw(model, config, placement)
     device_bytes, taken, usable = _device_memory(placement, target, config)
     weights = memory.tree_bytes(params) + blueprint.drafter_bytes.weights
@@ -135,6 +141,7 @@ def _plan_stage(
         num_layers=len(params["layers"]),
         drafter=None if drafter is None else drafter.name,
         drafter_bytes=blueprint.drafter_bytes.weights if fitted is None else fitted.drafter_bytes,
+        adapters=None if adapters is None else _adapters(adapters, config, blueprint.adapter_bytes),
     )
 
 
@@ -144,6 +151,13 @@ def _drafter(config: EngineConfig, described: DescribedModel, placement: Placeme
     if speculation is None or not speculation.has_model:
         return None
     return describe_drafter(speculation, described, config, placement.platform, placement.mesh)
+
+
+def _adapters(options: AdapterOptions, config: EngineConfig, num_bytes: int) -> AdapterMemory:
+    """Memory of the LoRA adapters. num_bytes: of the pools on one device."""
+    return AdapterMemory(
+        num_bytes, options.slots, options.rank, options.dtype.name, config.adapters_in_host_memory, options.slot_bytes
+    )
 
 
 def _loads(context: int, drafts: int) -> list[Load]:

@@ -18,8 +18,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from jpaged.config import DTYPE_ALIASES, EngineConfig
+from jpaged.errors import RequestError
 from jpaged.models.adapters import EMBED, Adapter, AdapterPool, AdapterTarget, adapter_targets, pool_shapes
-from jpaged.models.sharding import WHOLE, Shards, pad_leaf, split_axis
+from jpaged.models.sharding import WHOLE, Shards, pad_leaf, shards_of, split_axis
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
@@ -37,10 +39,36 @@ class AdapterOptions:
     dtype: np.dtype
     shards: Shards = WHOLE
 
+    @classmethod
+    def of(
+        cls, spec: DecoderSpec, config: EngineConfig, dtype: np.dtype, layout: WeightLayout = WeightLayout(), *,
+        stored: DecoderSpec | None = None,
+    ) -> "AdapterOptions | None":  # fmt: skip
+        """The sizes that the options ask for; None without `enable_lora`.
+
+        dtype: of the checkpoint, for lora_dtype="auto". stored: spec before `split_spec`; None: it is not needed,
+        because no adapter is read. Raises RequestError if the model cannot have adapters.
+        """
+        if not config.enable_lora:
+            return None
+        if spec.latent is not None:
+            known = "is not supported yet for models with latent attention: leave it out"
+            raise RequestError("enable_lora", True, known)
+        name = DTYPE_ALIASES.get(config.lora_dtype, config.lora_dtype)
+        chosen = dtype if name == "auto" else np.dtype(getattr(jnp, name))
+        sizes = (config.max_loras, config.max_lora_rank, chosen, shards_of(config))
+        return cls(spec, stored or spec, layout, *sizes)
+
     @functools.cached_property
     def targets(self) -> tuple[AdapterTarget, ...]:
         """The matrices that adapters may change."""
         return adapter_targets(self.spec, self.layout)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one adapter in host memory: a slot of all pools, whatever the adapter's rank."""
+        shapes = pool_shapes(self.targets, slots=1, rank=self.rank, dtype=self.dtype)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
     def shapes(self, placement: Placement) -> dict[str, AdapterPool]:
         """The pools as ShapeDtypeStructs, with their shardings."""

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
@@ -129,8 +130,10 @@ class ModelRunner(EnginePrograms):
         """
         shards, stages = shards_of(config), stages_of(spec, config.pipeline_parallel_size)
         devices = find_devices(shards, len(stages))
+        # lora_dtype="auto" is the checkpoint's dtype, which is not known here: a narrow one refuses nothing that fits
+        adapters = AdapterOptions.of(spec, config, np.dtype(jnp.bfloat16))
         for stage, tree, here in zip(stages, _by_stage(params), devices, strict=True):
-            model = ServedModel(spec, tree, stage=stage)
+            model = ServedModel(spec, tree, stage=stage, adapters=adapters)
             Blueprint.draw(model, config, Placement.over(here, shards)).check_memory()
 
     @classmethod

@@ -79,6 +79,28 @@ def test_the_pool_is_sized_with_the_drafter(config, tmp_path, capsys, method):
     assert after["rows"][-2]["num_bytes"] >= 0  # left over
 
 
+def test_adapters_have_a_row_and_take_blocks(config, tmp_path, capsys):
+    """Rank 16 of every matrix of Llama 3.1 8B, with embedding and lm_head."""
+    out = tmp_path / "plan.json"
+    words = ["plan", str(config), "--device-memory", "40GiB", "--max-model-len", "4096", "--output-json", str(out)]
+    assert cli.main(words) == 0
+    before = json.loads(out.read_text())
+    assert before["adapters"] is None
+    capsys.readouterr()
+    assert cli.main([*words, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"]) == 0
+    text, after = capsys.readouterr().out, json.loads(out.read_text())
+    attention = (3 * 4096 + 4096 + 2 * 1024) + (4096 + 4096)  # A of q, k and v, B of all; o
+    feed_forward = (2 * 4096 + 2 * 14336) + (14336 + 4096)
+    numbers = 16 * (32 * (attention + feed_forward) + 2 * (128256 + 4096))
+    parts = 32 * (3 + 1 + 2 + 1) + 2
+    slot = 2 * numbers + 8 * parts  # bfloat16, with a rank and a scale for each part
+    assert bytes_of(text)["LoRA adapters"] == 4 * slot == after["adapters"]["num_bytes"]
+    assert after["adapters"]["slot_bytes"] == slot
+    assert f"host memory of LoRA adapters (max_cpu_loras): 16 adapters, {16 * slot / 2**20:,.1f} MiB" in text
+    assert sum(row["num_bytes"] for row in after["rows"]) == 40 * 2**30
+    assert (before["num_blocks"] - after["num_blocks"]) * before["block_bytes"] > 0.8 * 4 * slot
+
+
 def test_a_plan_that_does_not_fit_fails(config, tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert cli.main(["plan", str(config), "--target", "v5e", "--output-json", str(out)]) == 2
