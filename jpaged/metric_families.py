@@ -5,6 +5,7 @@
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jpaged import metrics
@@ -107,6 +108,7 @@ class _Families:
         yield from self._vllm_counters(snapshot)
         yield from self._request_histograms(snapshot)
         yield from self._speculation_families(snapshot)
+        yield from self._adapter_families(snapshot)
         yield from self._cache_families(snapshot)
         yield from self._step_families(snapshot)
         yield from self._program_families(snapshot)
@@ -115,7 +117,8 @@ class _Families:
         stats = snapshot.stats
         yield self._gauge("vllm:num_requests_running", "Requests that own a row.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a row.", stats.num_waiting)
-        by_reason = {"capacity": stats.num_waiting, "deferred": 0}  # nothing but capacity makes a request wait
+        deferred = stats.num_waiting_for_adapters
+        by_reason = {"capacity": stats.num_waiting - deferred, "deferred": deferred}
         yield self._gauges("vllm:num_requests_waiting_by_reason", "Waiting requests by reason.", "reason", by_reason)
         usage = stats.used_blocks / stats.num_blocks
         yield self._gauge("vllm:kv_cache_usage_perc", "Fraction of KV blocks that requests hold; 1 is all.", usage)
@@ -184,6 +187,20 @@ class _Families:
             "jpaged:spec_decode_drafts_per_row", "Chosen number of drafts per decode, mean over the last steps.",
             stats.drafts_per_row,
         )  # fmt: skip
+
+    def _adapter_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        adapters = snapshot.adapters
+        if adapters is None:
+            return
+        labels = {
+            "max_lora": str(adapters.slots), "waiting_lora_adapters": ",".join(adapters.waiting),
+            "running_lora_adapters": ",".join(adapters.running),
+        }  # fmt: skip
+        now = Gauge("vllm:lora_requests_info", labels, time.time())
+        yield MetricFamily(now.name, "LoRA adapters of requests, as labels. The value is the time.", (now,))
+        yield self._counter(
+            "jpaged:lora_loads", "LoRA adapters written into slots of the device.", snapshot.stats.adapter_loads
+        )
 
     def _cache_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         stats, sharing = snapshot.stats, snapshot.sharing

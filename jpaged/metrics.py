@@ -155,6 +155,15 @@ class SharingMetrics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AdapterMetrics:
+    """LoRA adapters now."""
+
+    slots: int                  # adapters that are on the device at a time
+    running: tuple[str, ...]    # names of the adapters of running requests
+    waiting: tuple[str, ...]    # names of the adapters that wait for a slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineMetricsSnapshot:
     """All metrics of an engine at one moment."""
 
@@ -174,4 +183,5 @@ class EngineMetricsSnapshot:
     kv_tokens: int                      # capacity of the KV pool in tokens, for requests of max_model_len
     max_model_len: int
     asleep: frozenset[str]              # parts that `sleep` has freed: "weights", "kv_cache"; empty if awake
+    adapters: AdapterMetrics | None = None  # None without enable_lora
     prefix_hit_requests: int = 0        # ended requests that found a part of their prompt in the prefix cache

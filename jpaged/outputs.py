@@ -204,7 +204,7 @@ class EngineStats:
     used_blocks: int           # blocks that requests own now; a shared block counts once
     peak_used_blocks: int      # maximum of used_blocks
     num_running: int           # requests that own a row now
-    num_waiting: int           # requests that wait for a row now
+    num_waiting: int           # requests that wait for a row now, or for a slot of their LoRA adapter
     steps: int                 # steps dispatched
     prompt_tokens: int         # prompt tokens of started requests
     prefix_hit_tokens: int     # prompt tokens whose KV was found in the prefix index
@@ -224,4 +224,6 @@ class EngineStats:
     # even if expert_pairs / devices = busiest_expert_pairs. Layers of earlier pipeline stages do not count.
     expert_pairs: int = 0
     busiest_expert_pairs: int = 0
+    num_waiting_for_adapters: int = 0  # requests of num_waiting whose LoRA adapter has no slot
+    adapter_loads: int = 0     # LoRA adapters written into slots of the device
     speculation: SpeculationStats | None = None  # None: the engine does not speculate

@@ -49,6 +49,7 @@ class RequestSnapshot:
     num_blocks: int        # owned blocks, shared ones included
     preemptions: int
     age_seconds: float     # since the request arrived
+    adapter: str | None = None  # name of the LoRA adapter; None: the base model alone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

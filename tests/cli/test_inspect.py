@@ -174,6 +174,15 @@ def test_colours_are_those_of_the_picture():
         assert f"38;2;{red};{green};{blue}m{look.mark}" in out.file.getvalue()
 
 
+def test_adapters_have_a_column_if_a_request_has_one():
+    snapshot = made()
+    for adapter in (None, "sql"):
+        running = (request("first", 3, adapter=adapter), *snapshot.running[1:])
+        out = Console(file=io.StringIO(), width=150)
+        block_map.show(dataclasses.replace(snapshot, running=running), out)
+        assert ("sql" in out.file.getvalue()) == ("adapter" in out.file.getvalue()) == (adapter is not None)
+
+
 def test_a_wrong_reference_count_is_reported(capsys: pytest.CaptureFixture[str]):
     right = made()
     blocks = (*right.blocks[:2], dataclasses.replace(right.blocks[2], ref_count=2), *right.blocks[3:])

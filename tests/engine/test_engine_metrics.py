@@ -1,13 +1,17 @@
 """Histograms of /metrics: every event of a run is counted exactly once."""
 
 import dataclasses
+import time
+from concurrent.futures import Future
 
 import pytest
 
+from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.step_plan import NOT_FINITE
 from jpaged.engine.strategies.pooled_outputs import Pooling
 from jpaged.errors import CapacityError
+from jpaged.metric_families import families_of, metrics_of
 from jpaged.metrics import Histogram, RequestHistograms, token_count_bounds
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
@@ -194,3 +198,35 @@ def test_reset_and_disable():
     assert run(engine)["a"].outputs[0].finish_reason == "length"
     assert engine.metrics() is None
     assert engine.stats().generated_tokens == 4
+
+
+def test_adapters_and_the_requests_that_wait_for_their_slots():
+    engine = Engine(FakeRunner(num_adapter_slots=1, max_num_seqs=4))
+    assert figures(Engine(FakeRunner())).adapters is None
+
+    def add(name, adapter):
+        future = Future()
+        future.set_result(LoadedAdapter(adapter, adapter, 1, None, 0, ""))
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine.add(engine.inputs.process(name, [1, 2, 3], params, adapter=future))
+
+    def info():
+        [found] = [metric for metric in metrics_of(families_of([figures(engine)], "m")) if "lora_req" in metric.name]
+        assert abs(found.value - time.time()) < 60
+        return found.labels
+
+    add("first", "sql")
+    add("second", "code")
+    engine.step()
+    assert info() == {"max_lora": "1", "running_lora_adapters": "sql", "waiting_lora_adapters": "code"}
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_adapters) == (1, 1, 1)
+    assert engine.admission.queue_length().queued == 1
+    answer = Future()
+    engine.inspect(answer)
+    snapshot = answer.result().snapshot()
+    assert [request.adapter for request in (*snapshot.running, *snapshot.waiting)] == ["sql", "code"]
+    while engine.has_work:
+        engine.step()
+    assert info() == {"max_lora": "1", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert engine.stats().adapter_loads == 2

@@ -143,8 +143,10 @@ def _requests(requests: Sequence[RequestSnapshot], known: dict[str, Look]) -> Ta
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("")
     table.add_column("request", overflow="fold")
-    for name in ("status", "row", "priority", "tokens", "computed", "cached", "blocks", "preempted", "age"):
-        table.add_column(name, justify="left" if name == "status" else "right")
+    has_adapters = any(request.adapter is not None for request in requests)
+    names = ("status", "row", "priority", "tokens", "computed", "cached", "blocks", "preempted", "age")
+    for name in (*names, "adapter") if has_adapters else names:
+        table.add_column(name, justify="left" if name in ("status", "adapter") else "right")
     for request in requests:
         look = known.get(request.request_id)
         sample = f" #{request.sample}" if request.sample else ""
@@ -160,6 +162,7 @@ def _requests(requests: Sequence[RequestSnapshot], known: dict[str, Look]) -> Ta
             f"{request.num_blocks:,}",
             f"{request.preemptions:,}",
             f"{request.age_seconds:.1f} s",
+            *([Text(request.adapter or "")] if has_adapters else []),
         )
     return table
 

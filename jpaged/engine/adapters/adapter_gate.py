@@ -56,10 +56,16 @@ class AdapterGate:
         """Prompt tokens of the requests that wait for a slot."""
         return sum(request.prompt_len for request in self.waiting)
 
+    @property
+    def num_slots(self) -> int:
+        """Number of slots: adapters that are on the device at a time."""
+        return len(self._slots)
+
     def names(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters that are in use, and of those that wait for a slot."""
+        """Names of the adapters that are in use, and of those that wait for a slot. Any thread may call it."""
         in_use = [slot.adapter.name for slot in self._slots if slot.users and slot.adapter is not None]
-        waiting = [requests[0].adapter.name for requests in self._waiting.values() if requests[0].adapter is not None]
+        first = [request for requests in list(self._waiting.values()) for request in requests[:1]]
+        waiting = [request.adapter.name for request in first if request.adapter is not None]
         return sorted(set(in_use)), sorted(set(waiting))
 
     def slot_of(self, request: Request) -> int:

@@ -16,6 +16,7 @@ from jpaged.metrics import (
     FINISH_REASONS,
     STEP_BOUNDS,
     STEP_TOKENS_BOUNDS,
+    AdapterMetrics,
     EngineMetricsSnapshot,
     Histogram,
     PhaseSeconds,
@@ -155,5 +156,12 @@ class EngineMetrics:
             kv_tokens=manager.pool.num_blocks * longest // manager.max_blocks(longest),
             max_model_len=runner.max_model_len,
             asleep=asleep,
+            adapters=_adapters(scheduler),
             prefix_hit_requests=self._prefix_hit_requests,
         )
+
+
+def _adapters(scheduler: Scheduler) -> AdapterMetrics | None:
+    """LoRA adapters now; None if the engine has no slots."""
+    gate = scheduler.adapters
+    return AdapterMetrics(gate.num_slots, *map(tuple, gate.names())) if gate.num_slots else None

@@ -114,6 +114,8 @@ def collect_stats(scheduler: Scheduler, runner: Runner[Any], counters: EngineCou
         expert_pairs=counters.expert_pairs,
         busiest_expert_pairs=counters.busiest_expert_pairs,
         used_host_slots=0 if pool.host_tier is None else pool.host_tier.num_used,
+        num_waiting_for_adapters=scheduler.adapters.num_waiting,
+        adapter_loads=events.adapter_loads,
         speculation=None if counters.speculation is None else counters.speculation.stats(),
     )
 

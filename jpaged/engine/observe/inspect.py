@@ -130,4 +130,5 @@ def _described(request: Request, now: float) -> RequestSnapshot:
         num_blocks=request.kv.num_held,
         preemptions=request.metrics.preemptions,
         age_seconds=now - request.metrics.arrival_time,
+        adapter=None if request.adapter is None else request.adapter.name,
     )

@@ -29,6 +29,7 @@ from jpaged.engine.scheduling.step_selection import StepSelection
 from jpaged.engine.speculation.speculation import Speculation
 from jpaged.engine.step_plan import (
     NO_ADAPTER,
+    AdapterLoad,
     BlockMove,
     DraftPlan,
     RowInit,
@@ -133,7 +134,7 @@ class PlanBuilder:
             masks=masks,
             scored=_lines(prompts.scored, _NOTHING_SCORED).T,
             waits_for_masks=waits_for_masks,
-            adapter_loads=self._adapters.take_loads(),
+            adapter_loads=self._adapter_loads(),
             drafts=drafts,
             model_drafts=selection.model_drafts,
             head=None if self._speculation is None else self._speculation.plan_head(requests, num_tokens, samples),
@@ -223,6 +224,12 @@ class PlanBuilder:
                 schedule.mask_pending = False
                 masks.append(RowMask(schedule.row, extras.mask(request.token_ids, count)))
         return tuple(masks), waits
+
+    def _adapter_loads(self) -> tuple[AdapterLoad, ...]:
+        """LoRA adapters to write before the step."""
+        loads = self._adapters.take_loads()
+        self._counters.adapter_loads += len(loads)
+        return loads
 
     def _moves(self) -> np.ndarray:
         if not self._manager.pool.moves:

@@ -48,7 +48,7 @@ export function Requests(props: Props) {
       {waiting.length > 0 && (
         <ol class="queue">
           {waiting.slice(0, MAX_LISTED).map((request) => (
-            <li key={keyOf(request)} title={request.request_id}>
+            <li key={keyOf(request)} title={request.adapter ? `${request.request_id}, LoRA adapter ${request.adapter}` : request.request_id}>
               <b>{count(request.prompt_tokens + request.output_tokens)}</b> {request.status === "preempted" ? "preempted" : seconds(request.age_seconds)}
             </li>
           ))}
@@ -92,6 +92,7 @@ function Row({ request, longest, theme, palette, highlighted, highlight }: Props
       <th scope="row" title={request.request_id}>
         <i class="swatch" /> {shortId(request.request_id)}{sample}
         {request.preemptions > 0 && <em title={`preempted ${request.preemptions} times`}> ↺{request.preemptions}</em>}
+        {request.adapter && <small title={`LoRA adapter ${request.adapter}`}> {request.adapter}</small>}
       </th>
       <td class="wide">
         <span class="progress" title={`${request.status}: ${count(cached_tokens)} cached, ${count(computed)} of ${count(prompt_tokens)} prompt tokens computed, ${count(output_tokens)} output tokens`}>

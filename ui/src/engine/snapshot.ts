@@ -28,6 +28,7 @@ export interface EngineRequest {
   num_blocks: number;
   preemptions: number;
   age_seconds: number;
+  adapter?: string | null; // name of the LoRA adapter
 }
 
 export interface Step {
