@@ -4,6 +4,7 @@ Imported late: what `run` needs, so that `--help` and mistakes are answered at o
 """
 
 import dataclasses
+import pathlib
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,6 +17,8 @@ from jpaged.cli.common.offline import outputs_as_they_come
 from jpaged.cli.common.results import OutputJson, check_writable, machine, write_json
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, engine_options, one_line_help
 from jpaged.cli.flags.sampling import SamplingFlags
+from jpaged.errors import RequestError
+from jpaged.lora.request import LoRARequest
 from jpaged.outputs import EngineStats, Logprob, RequestOutput
 
 
@@ -37,6 +40,9 @@ class Generate(SamplingFlags):
     """The model (unless --model names it), then prompts. Prompts after a bare -- may begin with a dash. Default: six
     prompts of Python code. Each answer then ends after one function or class."""
 
+    lora: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Folder of a LoRA adapter for all prompts. Needs --enable-lora. Default: the model alone."""
+
     output_json: OutputJson = None
     """Write prompts, answers and statistics to this file, as JSON."""
 
@@ -53,6 +59,9 @@ class Generate(SamplingFlags):
         first = tuple(prompts) == FIRST_PROMPTS and not self.stop and not self.use_beam_search
         flags = dataclasses.replace(self, stop=FIRST_STOP) if first else self
         params = flags.sampling_params(options["model"])
+        if self.lora is not None and not options["enable_lora"]:
+            raise RequestError("lora", str(self.lora), "needs --enable-lora")
+        adapter = None if self.lora is None else LoRARequest(self.lora.name or "adapter", 1, str(self.lora))
         check_writable(self.output_json)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -68,7 +77,7 @@ class Generate(SamplingFlags):
             start = time.perf_counter()
             with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
                 task = bar.add_task("", total=len(prompts))
-                for index, output in outputs_as_they_come(engine, prompts, params):
+                for index, output in outputs_as_they_come(engine, prompts, params, adapter):
                     stats = engine.stats()
                     rate = stats.generated_tokens / (time.perf_counter() - start)
                     kv = stats.used_blocks / stats.num_blocks

@@ -3,9 +3,14 @@
 The engine is the fake one with the real registry and reader, over the shapes of a tiny checkpoint.
 """
 
+import asyncio
+import concurrent.futures
 import json
+import re
 import threading
+import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,6 +18,7 @@ import numpy as np
 import openai
 import pytest
 
+from jpaged import AsyncLLM, LoRARequest, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.frontend.adapters import adapter_registry
@@ -23,8 +29,11 @@ from jpaged.serving.adapters.served_adapters import AdapterModule, ServedAdapter
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server
+from tests.golden.checkpoints import BY_NAME as CHECKPOINTS
+from tests.golden.checkpoints import write_checkpoint
 from tests.loading.recorded_adapters import recorded
 from tests.serving.http_client import error_of
+from tests.support.http_server import running
 
 ADMIN = {"Authorization": "Bearer look"}
 TEMPLATE = "{{ messages[0].content }}!"
@@ -244,3 +253,68 @@ def test_adapters_of_the_command_line(registry, folders):
     assert (card.name, card.parent) == ("sql", "echo")
     with pytest.raises(RequestError, match="is not a folder"):
         ServedAdapters(registry, ("echo",), [folders / "missing"])
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory, folders) -> Iterator[tuple[str, AsyncLLM]]:
+    """A server of a tiny checkpoint, with two slots. Yields its URL and its engine."""
+    base = tmp_path_factory.mktemp("base")
+    write_checkpoint(CHECKPOINTS["llama"], 3, base)
+    engine = AsyncLLM(
+        str(base), enable_lora=True, max_loras=2, max_lora_rank=4, dtype="float32", skip_tokenizer_init=True,
+        row_buckets=(16,), token_buckets=(64,), max_num_seqs=16, max_num_batched_tokens=64, max_model_len=128,
+    )  # fmt: skip
+    engine.wait_until_ready()
+    adapters = ServedAdapters(engine.adapters, ("tiny",), [folders / "allowed"])
+    app = create_app(Server(engine=engine, model_names=("tiny",), adapters=adapters), AppOptions(admin_keys=("look",)))
+    with running(app) as url:
+        yield url, engine
+
+
+def tokens_of(url: str, model: str, prompt: list[int], count: int) -> list[int]:
+    """Greedy token ids of a model."""
+    params = {"temperature": 0, "max_tokens": count, "ignore_eos": True}
+    body = {"model": model, "token_ids": prompt, "sampling_params": params}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120).raise_for_status()
+    return answer.json()["choices"][0]["token_ids"]
+
+
+@pytest.mark.slow
+def test_a_real_engine_answers_with_the_adapter_while_others_come_and_go(real, folders):
+    """16 streams of the base model and two adapters go on while adapters are loaded, replaced and unloaded."""
+    url, engine = real
+    for name in ("sql", "code"):
+        assert load(url, name, name).status_code == 200
+    models, prompt = ["tiny", "sql", "code", "tiny"] * 4, [3, 4, 5, 6]
+    expected = {model: tokens_of(url, model, prompt, 100) for model in models}
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3
+    with concurrent.futures.ThreadPoolExecutor(len(models)) as pool:
+        answers = [pool.submit(tokens_of, url, model, prompt, 100) for model in models]
+        while engine.stats().num_running < len(models) and not all(answer.done() for answer in answers):
+            time.sleep(0.001)
+        turns = 0
+        while not all(answer.done() for answer in answers) or turns < 4:
+            assert load(url, "more", "sql").status_code == 200
+            assert load(url, "more", "code", load_inplace=True).status_code == 200
+            assert load(url, "sql", "code", load_inplace=True).status_code == 200
+            assert unload(url, lora_name="more").status_code == 200
+            assert error_of(load(url, "bad", "phi3"), 400)
+            turns += 1
+        assert [answer.result() for answer in answers] == [expected[model] for model in models]
+    assert tokens_of(url, "sql", prompt, 100) == expected["code"]
+    assert unload(url, lora_name="sql").status_code == 200
+    assert unload(url, lora_name="code").status_code == 200
+    assert tokens_of(url, "tiny", prompt, 100) == expected["tiny"]
+    metrics = httpx.get(f"{url}/metrics").text
+    assert re.search(r'^vllm:lora_requests_info\{max_lora="2",.*\} 1\.\d+e\+09$', metrics, re.MULTILINE)
+    assert re.search(r"^jpaged:lora_loads_total\{.*\} [3-9]\.0$", metrics, re.MULTILINE)
+    folder = str(folders / "allowed" / "code")
+    alone = asyncio.run(first_tokens(engine, LoRARequest("again", 9, folder), prompt))
+    assert alone == expected["code"]
+
+
+async def first_tokens(engine: AsyncLLM, adapter: LoRARequest, prompt: list[int]) -> list[int]:
+    """The answer of `AsyncLLM.generate` with an adapter."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+    outputs = engine.generate({"prompt_token_ids": prompt}, params, lora_request=adapter)
+    return [output async for output in outputs][-1].outputs[0].token_ids

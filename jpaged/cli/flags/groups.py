@@ -38,7 +38,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_queued_requests", "max_queued_tokens",
     ),
     "speculation": ("speculative_config",),
-    "lora": ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_modules", "lora_dirs"),
+    "lora": (
+        "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora", "lora_modules", "lora_dirs",
+    ),
     "parallel": (
         "pipeline_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel", "data_parallel_size",
         "data_parallel_routing", "prefill_engines", "nnodes", "node_rank", "master_addr", "master_port",

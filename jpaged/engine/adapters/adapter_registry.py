@@ -172,7 +172,7 @@ class AdapterRegistry:
                         del self._entries[entry.name]
             raise
         entry.was_read = True
-        logger.info("LoRA adapter %s", loaded.summary)
+        logger.info("LoRA %s", loaded.summary)
         return loaded
 
     def _replace(self, entry: _Entry, path: str, generation: int) -> LoadedAdapter:
@@ -185,7 +185,7 @@ class AdapterRegistry:
                 entry.path, entry.source, entry.generation, entry.future = path, path, generation, future
                 entry.was_read = True
                 self._drop_some()
-        logger.info("LoRA adapter %s (again)", loaded.summary)
+        logger.info("LoRA %s, read again", loaded.summary)
         return loaded
 
     def _drop_some(self) -> None:
