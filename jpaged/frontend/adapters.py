@@ -20,7 +20,6 @@ from jpaged.loading.adapters import describe_adapter, read_adapter, read_arrays
 from jpaged.models.adapters import Adapter
 from jpaged.models.families import family_of
 from jpaged.models.families.llama import LLAMA
-from jpaged.models.sharding import shards_of
 from jpaged.runtime.adapter_pool import AdapterOptions
 
 
