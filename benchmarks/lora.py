@@ -9,8 +9,8 @@ slots. Prints the median ratio of the times, and its interval, for
     mixed  every row has an adapter of its own, of rank 8 or 16
     wide   the same with ranks from 8 to 64, in an engine with max_lora_rank=64; and the time that its bytes predict
 
-The prediction is the time without adapters, plus the bytes of the batch's adapters in each step, divided by the
-bandwidth of a sum over an array that fits into no cache. Above 1 is faster than without adapters.
+The predicted time is the time without adapters, plus the time to read the batch's adapters in each step. Its bandwidth
+is that of a sum over an array that fits into no cache. A ratio above 1 is faster than without adapters.
 """
 
 import argparse

@@ -133,7 +133,7 @@ def test_a_request_is_withdrawn_before_it_starts():
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_none_waits_for_ever(num_slots):
-    """Ten busy adapters, of which each has a new request at once. A request waits for at most all others' turns."""
+    """Ten busy adapters have new requests in each turn. A request waits for at most the turns of all others."""
     rng, users, waits = random.Random(num_slots), Users(num_slots), {}
     for turn in range(3_000):
         for name in "abcdefghij":

@@ -441,7 +441,7 @@ def an_adapter_missing_from_the_key(patch):
 
 @adapter_bug
 def an_adapter_that_is_not_loaded(patch):
-    """The slot keeps what it had before."""
+    """The slot keeps its old adapter."""
     patch.setattr(AdapterGate, "take_loads", lambda gate: ())
 
 
