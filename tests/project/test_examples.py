@@ -39,3 +39,13 @@ def test_beam_search(capsys: pytest.CaptureFixture[str]):
     assert 0 < shared <= 0.65 * separate
     assert "the second found 16 tokens of the first" in printed  # one block, while both ran
     assert f"sharing saves {1 - shared / separate:.0%}" in printed
+
+
+@pytest.mark.slow
+def test_many_adapters(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["many_adapters.py", "--adapters", "6", "--max-loras", "2", "--max-tokens", "8"])
+    example("many_adapters").main()
+    printed = capfd.readouterr().out
+    counts = re.findall(r"^ *(base model alone|6 adapters) +[\d.]+ +[\d,]+ +(\d+)$", printed, re.MULTILINE)
+    assert [title for title, _ in counts] == ["base model alone", "6 adapters"]
+    assert int(counts[0][1]) == 1 < int(counts[1][1])

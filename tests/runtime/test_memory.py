@@ -11,9 +11,11 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import group_layers
-from jpaged.models.spec import DecoderSpec, Rope
+from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import MAX_LOGIT_BIAS
+from jpaged.runtime.compile.blueprint import Blueprint
 from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.state import NUM_FIELDS
 from jpaged.runtime.step import block_moves
 from jpaged.runtime.step.program_shapes import smallest_bucket
@@ -225,3 +227,17 @@ def test_host_memory_is_not_read_without_swap_space(monkeypatch):
     """`os.sysconf` does not exist on every system, so only a host tier may need it."""
     monkeypatch.delattr(block_moves.os, "sysconf")
     assert block_moves.host_slots(0.0, 1 << 20) == 0
+
+
+def test_the_check_before_loading_counts_the_slots_of_adapters(monkeypatch):
+    monkeypatch.setattr(Blueprint, "_free_bytes", lambda self: 2**24)
+    params, few = param_shapes(SPEC, FLOAT32), dataclasses.replace(CONFIG, max_num_seqs=4, max_model_len=64)
+    for slots in (2, 2000):
+        config = dataclasses.replace(few, max_loras=slots)
+        ModelRunner.check(SPEC, params, config)
+        config = dataclasses.replace(config, enable_lora=True)
+        if slots == 2:
+            ModelRunner.check(SPEC, params, config)
+        else:
+            with pytest.raises(ModelLoadError, match="not one block"):
+                ModelRunner.check(SPEC, params, config)
