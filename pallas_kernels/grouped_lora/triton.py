@@ -7,6 +7,9 @@ reads it once in a block, and a block of many adapters is right too.
 
 Up to FEW rows, blocks are small, each adapter of a block has its own program, and the inputs have many splits: decodes
 are spread over the multiprocessors. Adapters are read up to their true rank.
+
+With few rows, `expand` writes what is added to base, and XLA adds it in the operation that follows. If the kernel
+changed base itself, the sum over the splits of the matmul would be a kernel of its own: two more in a layer of Llama.
 """
 
 import dataclasses
@@ -123,28 +126,34 @@ def _expand_rows(
     h: Float[Array, "splits rows parts R"], base: Array, b: Array, ranks: Array, scales: Array, slot_of_row: Array,
     num_rows: Array, layer: Array, pattern: Pattern, tiling: Tiling, interpret: bool,
 ) -> Float[Array, "rows out"]:  # fmt: skip
-    """Add B h to base, in place."""
+    """base + B h. In place with many rows: a float32 copy of the sum of 2,048 rows would be much to write and read."""
     rows, outputs = base.shape
+    apart = rows <= FEW
     tile = TILE_OUT
     while any(width % tile for _, width in pattern):  # a tile belongs to one part
         tile //= 2
     part_of_tile = jnp.asarray(np.ascontiguousarray(part_of_outputs(pattern)[::tile]))
-    return pl.pallas_call(
-        functools.partial(_expand, tiling=tiling, tile=tile),
-        jax.ShapeDtypeStruct(base.shape, base.dtype),
+    operands = (layer.reshape(1), num_rows.reshape(1), slot_of_row, ranks, scales, part_of_tile, h, b)
+    found = pl.pallas_call(
+        functools.partial(_expand, tiling=tiling, tile=tile, apart=apart, base_dtype=base.dtype),
+        jax.ShapeDtypeStruct(base.shape, jnp.float32 if apart else base.dtype),
         grid=(tiling.programs, outputs // tile, pl.cdiv(rows, tiling.rows)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        input_output_aliases={8: 0},
+        input_output_aliases={} if apart else {len(operands): 0},
         interpret=interpret,
         name="lora_expand",
-    )(layer.reshape(1), num_rows.reshape(1), slot_of_row, ranks, scales, part_of_tile, h, b, base)
+    )(*operands, *(() if apart else (base,)))
+    return (base.astype(jnp.float32) + found).astype(base.dtype) if apart else found
 
 
 def _each_adapter(
     first: Array, tiling: Tiling, layer_ref: Ref, num_rows_ref: Ref, slots_ref: Ref, ranks_ref: Ref, part: Array,
-    compute: Callable[[Array, Array, Array, Array], None],
+    compute: Callable[[Array, Array, Array, Array], None], unchanged: Callable[[Array], None] = lambda own: None,
 ) -> None:  # fmt: skip
-    """Call compute(layer, slot, rank, own) for the adapters of this program. own: the rows of the block that use it."""
+    """Call compute(layer, slot, rank, own) for the adapters of this program. own: the rows of the block that use it.
+
+    unchanged: called with rows of the block that have no adapter for this part.
+    """
     rows, program = slots_ref.shape[0], pl.program_id(0)
     index = jnp.arange(tiling.rows)
     last = jnp.minimum(num_rows_ref[0], rows)
@@ -162,12 +171,14 @@ def _each_adapter(
                 layer = layer_ref[0]
                 rank = ranks_ref[layer, slot, part]
                 pl.when(rank > 0)(lambda: compute(layer, slot, rank, own))
+                pl.when(rank <= 0)(lambda: unchanged(own))
 
             pl.when((slot >= 0) & (before == 0))(of_adapter)
 
         pl.when(first + row < last)(of_row)
 
     def block() -> None:
+        pl.when(program == 0)(lambda: unchanged((slots < 0) & (first + index < last)))
         lax.fori_loop(0, pl.cdiv(tiling.rows, tiling.programs), turn, None)
 
     pl.when(first < last)(block)
@@ -211,8 +222,10 @@ def _shrink(
 
 def _expand(
     layer_ref: Ref, num_rows_ref: Ref, slots_ref: Ref, ranks_ref: Ref, scales_ref: Ref, part_of_tile_ref: Ref,
-    h_ref: Ref, b_ref: Ref, base_ref: Ref, out_ref: Ref, *, tiling: Tiling, tile: int,
+    h_ref: Ref, b_ref: Ref, *base_and_out: Ref, tiling: Tiling, tile: int, apart: bool, base_dtype: Any,
 ) -> None:  # fmt: skip
+    """apart: write what is added to base. Else add it to base, which is the memory of the output."""
+    out_ref = base_and_out[-1]
     splits, _, _, most = h_ref.shape
     first = pl.program_id(2) * tiling.rows
     part = part_of_tile_ref[pl.program_id(1)]
@@ -231,8 +244,10 @@ def _expand(
             b_ref.at[layer, slot, r[:, None], column[None, :]], mask=(r < rank)[:, None], other=0.0
         )  # fmt: skip
         place, stored = out_ref.at[row[:, None], column[None, :]], jnp.broadcast_to(own[:, None], (tiling.rows, tile))
-        total = plgpu.load(place, mask=stored, other=0.0).astype(jnp.float32)
-        if jnp.float32 in (b.dtype, out_ref.dtype):
+        total = jnp.zeros((tiling.rows, tile), jnp.float32)
+        if not apart:
+            total = plgpu.load(place, mask=stored, other=0.0).astype(jnp.float32)
+        if jnp.float32 in (b.dtype, base_dtype):
             total += plgpu.dot(h, b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         else:  # h in two numbers of b's dtype: one would have 8 bits
             high = h.astype(b.dtype)
@@ -240,5 +255,9 @@ def _expand(
             total += plgpu.dot(high, b) + plgpu.dot(low, b)
         plgpu.store(place, total.astype(out_ref.dtype), mask=stored)
 
-    del base_ref  # out_ref is the same memory
-    _each_adapter(first, tiling, layer_ref, num_rows_ref, slots_ref, ranks_ref, part, compute)
+    def unchanged(own: Array) -> None:
+        mask = jnp.broadcast_to(own[:, None], (tiling.rows, tile))
+        plgpu.store(out_ref.at[row[:, None], column[None, :]], jnp.zeros(mask.shape, out_ref.dtype), mask=mask)
+
+    keeps = {"unchanged": unchanged} if apart else {}
+    _each_adapter(first, tiling, layer_ref, num_rows_ref, slots_ref, ranks_ref, part, compute, **keeps)

@@ -3,10 +3,13 @@
 import dataclasses
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged import planning
 from jpaged.models.spec import DecoderSpec, QKNorm, Rope, param_shapes
+from jpaged.runtime.adapter_pool import AdapterOptions
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.step.batch import ForwardShape
@@ -30,11 +33,13 @@ class Command:
     name: str   # of a kernel
 
 
-def commands_of(is_decode, folder):
+def commands_of(is_decode, folder, **options):
     """The commands of the largest program of a kind."""
-    config = planning.engine_config("test", {"max_num_seqs": 64, "max_num_batched_tokens": 256})
+    config = planning.engine_config("test", {"max_num_seqs": 64, "max_num_batched_tokens": 256} | options)
     placement = dataclasses.replace(Placement.for_target(H200), dump_to=str(folder))
-    build = Blueprint.draw(ServedModel(SPEC, param_shapes(SPEC, "bfloat16")), config, placement).fit(free_bytes=2**30)
+    adapters = AdapterOptions.of(SPEC, config, np.dtype(jnp.bfloat16))
+    model = ServedModel(SPEC, param_shapes(SPEC, "bfloat16"), adapters=adapters)
+    build = Blueprint.draw(model, config, placement).fit(free_bytes=2**30)
     forwards = [shape for shape in build.blueprint.program_shapes if isinstance(shape, ForwardShape)]
     with H200.tracing():
         build.compile(max((s for s in forwards if s.is_decode == is_decode), key=lambda shape: shape.tokens))
@@ -57,6 +62,20 @@ def test_a_decode_step_is_one_command_and_twelve_kernels_a_layer(tmp_path):
     assert {command.kind for command in layer} == {"kCustomKernel"}
     assert len(layer) <= 12
     print([command.name for command in layer])
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_adapters_add_eight_kernels_a_layer(is_decode, tmp_path):
+    """Two for each of qkv, o, gate_up and down. No pool of adapters is copied or sliced, and nothing is sorted."""
+    graph, *commands = commands_of(is_decode, tmp_path, enable_lora=True, max_loras=64, max_lora_rank=16)
+    assert (graph.depth, graph.kind) == (0, "kCommandBuffer")
+    layer = layer_of(commands)
+    names = [command.name for command in layer]
+    print(names)
+    assert len([name for name in names if name.startswith("lora_")]) == 8
+    assert {command.kind for command in layer} == {"kCustomKernel", *(() if is_decode else ("kConditional",))}
+    if is_decode:
+        assert len(layer) <= 12 + 8
 
 
 def test_a_mixed_step_without_decodes_launches_no_decode_kernel(tmp_path):
