@@ -114,7 +114,7 @@ def test_reasoning_before_a_grammar_is_limited_by_its_budget(llm: LLM, budget: i
 def test_a_grammar_that_fails_ends_only_its_own_request(llm: LLM):
     """The grammar costs its parser too much work, after some tokens."""
     hostile = StructuredOutputsParams(regex="a{1,1000}{1,1000}")
-    good = SamplingParams(max_tokens=100, temperature=1.0, seed=1)
+    good = SamplingParams(max_tokens=100, temperature=1.0, seed=1, ignore_eos=True)  # its bits depend on the processor
     bad = SamplingParams(max_tokens=200, temperature=1, seed=1, structured_outputs=hostile)
     outputs = answers(llm, good, bad, good)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]

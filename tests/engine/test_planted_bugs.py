@@ -195,9 +195,7 @@ def new_weights_that_leave_the_roots_as_they_are(patch):
 @bug
 def a_salt_ignored(patch):
     """Requests with different salts share blocks."""
-    patch.setattr(
-        block_namer, "prefix_root", lambda *, weight_version, salt: prefix_root(weight_version=weight_version)
-    )
+    patch.setattr(block_namer, "prefix_root", lambda *, salt, **others: prefix_root(**others))
 
 
 @bug

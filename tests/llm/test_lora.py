@@ -14,6 +14,8 @@ from jpaged.lora.request import LoRARequest as VllmsName
 from tests.golden.checkpoints import BY_NAME as CHECKPOINTS
 from tests.golden.checkpoints import write_checkpoint
 from tests.loading.recorded_adapters import Recorded, recorded, tensors_of
+from tests.support.drafting import Recorded as KnownAnswers
+from tests.support.drafting import always_drafting
 from tests.support.tiny_engine import sampling_programs
 
 OPTIONS = {
@@ -254,3 +256,32 @@ def test_an_answer_has_the_bits_of_the_adapters_own_engine(served):
         with LLM(model, **OPTIONS | {"max_loras": 1, "max_lora_rank": rank, "max_num_seqs": 3}) as llm:
             own = Served(llm, served.records, served.folders)
             assert own.answers(prompt, [name])[0] == found
+
+
+@pytest.mark.slow
+def test_drafts_change_no_answer(served):
+    """Verify steps compute each token with its row's adapter, and drafts are accepted."""
+    prompt = [5, 6, 7, 8] * 6
+    wanted = served.answers(prompt, [*NAMES, None], max_tokens=24)
+    model = str(Path(served.folders["llama"]).parent / "model")
+    drafts = KnownAnswers([prompt + tokens for tokens, _ in wanted], wrong=5)
+    speculation = {"method": "custom", "function": drafts, "num_speculative_tokens": 3}
+    with always_drafting(), LLM(model, **OPTIONS | {"max_loras": 4}, speculative_config=speculation) as llm:
+        llm.wait_until_ready()
+        own = Served(llm, served.records, served.folders)
+        assert own.answers(prompt, [*NAMES, None], max_tokens=24) == wanted
+        assert llm.stats().speculation.accepted_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_a_quantised_model_has_adapters(served, quantization):
+    """The adapter is added to the result of a quantised matmul. Answers are near those of the exact weights."""
+    prompt, model = list(range(40, 64)), str(Path(served.folders["llama"]).parent / "model")
+    with LLM(model, **OPTIONS, quantization=quantization) as llm:
+        own = Served(llm, served.records, served.folders)
+        found, base = own.answers(prompt, ["llama", None], max_tokens=1, logprobs=2)
+    exact, exact_base = served.answers(prompt, ["llama", None], max_tokens=1, logprobs=2)
+    assert found[0] == exact[0] != exact_base[0]
+    assert abs(found[1][0] - exact[1][0]) < 0.2  # the base model differs as much
+    assert abs(base[1][0] - exact_base[1][0]) < 0.2

@@ -54,7 +54,7 @@ def compiled(rule="equal"):
     """
 
     def step(table, logits, checked):
-        def lm_head(spec, params, hidden, index, layout, shards):
+        def lm_head(spec, params, hidden, index, slots, layout, shards):
             return jnp.take(hidden, index, axis=0, mode="clip")
 
         def likely(logits, *others):

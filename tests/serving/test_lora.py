@@ -22,7 +22,6 @@ from jpaged import AsyncLLM, LoRARequest, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.frontend.adapters import adapter_registry
-from jpaged.models.adapters import adapter_targets
 from jpaged.models.spec import WeightLayout
 from jpaged.runtime.adapter_pool import AdapterOptions
 from jpaged.serving.adapters.served_adapters import AdapterModule, ServedAdapters, chat_template_of
@@ -60,8 +59,9 @@ def registry():
     """The registry of an engine for adapters of rank 4 of the tiny llama."""
     base = recorded("llama")
     loaded = types.SimpleNamespace(config=base.config, spec=base.spec, stored_spec=None, layout=WeightLayout())
-    options = AdapterOptions(adapter_targets(base.spec), 2, 4, np.dtype(np.float32))
-    made = adapter_registry(loaded, EngineConfig(model="tiny"), options)  # ty: ignore[invalid-argument-type]
+    config = EngineConfig(model="tiny", enable_lora=True, max_loras=2, max_lora_rank=4)
+    options = AdapterOptions.of(base.spec, config, np.dtype(np.float32))
+    made = adapter_registry(loaded, config, options)  # ty: ignore[invalid-argument-type]
     yield made
     made.close()
 
