@@ -237,7 +237,9 @@ def test_a_wrong_option_is_refused(options, says):
 def test_answers_are_pefts_for_every_family(name, tmp_path):
     records, folders = written(tmp_path, [name])
     values, params = records[name].values, SamplingParams(temperature=0, max_tokens=16, logprobs=2, ignore_eos=True)
-    with LLM(str(tmp_path / "model"), **OPTIONS) as llm:
+    with sampling_programs(SamplerVariant.FULL):
+        llm = LLM(str(tmp_path / "model"), **OPTIONS)
+    with llm:
         adapted, base = llm.generate(
             [values["prompt"]] * 2, params, use_tqdm=False, lora_request=[LoRARequest("a", 1, folders[name]), None]
         )  # fmt: skip
@@ -249,11 +251,13 @@ def test_answers_are_pefts_for_every_family(name, tmp_path):
 def test_an_answer_has_the_bits_of_the_adapters_own_engine(served):
     """Another number of slots, another largest rank, other programs."""
     prompt = list(range(40, 64))
-    mixed = served.answers(prompt, NAMES)
+    mixed = dict(zip(NAMES, served.answers(prompt, NAMES), strict=True))
     model = str(Path(served.folders["llama"]).parent / "model")
-    for name, found in zip(NAMES, mixed, strict=True):
-        rank = 5 if name == "llama-patterns" else 2
-        with LLM(model, **OPTIONS | {"max_loras": 1, "max_lora_rank": rank, "max_num_seqs": 3}) as llm:
+    for name, rank in (("llama", 2), ("llama-patterns", 5)):
+        found = mixed[name]
+        with sampling_programs(SamplerVariant.FULL):
+            llm = LLM(model, **OPTIONS | {"max_loras": 1, "max_lora_rank": rank, "max_num_seqs": 3})
+        with llm:
             own = Served(llm, served.records, served.folders)
             assert own.answers(prompt, [name])[0] == found
 
