@@ -147,6 +147,20 @@ def test_none_waits_for_ever(num_slots):
         assert turn - min(waits.values(), default=turn) < 60 * 10 / num_slots
 
 
+@pytest.mark.parametrize("late", ["a", "c"])
+def test_no_adapter_overtakes_one_that_waits_for_a_slot_that_is_free_now(late):
+    """A client sends its next request as soon as it has an answer, before the next step is scheduled."""
+    users = Users(1)
+    first, waiting = users.ask("a"), users.ask("b")
+    users.turn()
+    users.end(first)
+    behind = users.ask(late)
+    assert behind not in users.running
+    assert users.turn() == [waiting]
+    users.end(waiting)
+    assert users.turn() == [behind]
+
+
 def test_an_engine_without_slots_refuses_an_adapter():
     with pytest.raises(EngineError, match="no slots"):
         Users(0).ask("a")

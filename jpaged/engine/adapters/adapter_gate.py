@@ -79,7 +79,8 @@ class AdapterGate:
             return True
         if not self._slots:
             raise EngineError(f"request {request.request_id} has an adapter, and the engine has no slots for any")
-        if adapter.key not in self._waiting and (slot := self._find(adapter)) is not None:
+        slot = self._find(adapter) if not self._waiting else self._staying(adapter)  # else it would overtake
+        if slot is not None:
             self._use(slot, request)
             return True
         self._waiting.setdefault(adapter.key, []).append(request)
@@ -143,6 +144,11 @@ class AdapterGate:
         keys = [slot.adapter.key for slot in self._slots if slot.adapter is not None]
         if len(set(keys)) != len(keys):
             raise EngineError(f"an adapter is in two slots: {keys}")
+
+    def _staying(self, adapter: LoadedAdapter) -> _Slot | None:
+        """The slot that has an adapter and keeps it, while other adapters wait. None: it must wait too."""
+        there = (slot for slot in self._slots if slot.adapter is not None and slot.adapter.key == adapter.key)
+        return next((slot for slot in there if slot.users and not slot.is_leaving), None)
 
     def _find(self, adapter: LoadedAdapter) -> _Slot | None:
         """A slot that has the adapter, or gets it now; None: the adapter must wait."""
