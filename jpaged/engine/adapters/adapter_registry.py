@@ -22,6 +22,8 @@ from jpaged.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
+_CLOSED = "the engine is closed: make a new one"
+
 # read(name, source, generation): source is the path of a folder, or arrays by name with their options
 Read = Callable[[str, Any, int], LoadedAdapter]
 
@@ -45,6 +47,7 @@ class _Entry:
     generation: int = 0  # of `future`; counts reloads
     asked: int = 0       # generation of the last read that was asked for
     was_read: bool = False
+    was_removed: bool = False  # by `remove`
     future: Future[LoadedAdapter] | None = None
     asked_at: int = 0
 
@@ -56,6 +59,7 @@ class AdapterRegistry:
         self._read, self._max_loaded = read, max_loaded
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
         self._order = itertools.count(1)
         self._readers = ThreadPoolExecutor(2, "adapter-reader")
 
@@ -81,18 +85,20 @@ class AdapterRegistry:
             path = request.lora_path or entry.path
             if not path:
                 raise RequestError("lora_path", "", f"adapter {entry.name!r} is of live arrays: name the new folder")
-            entry.asked += 1
-            return self._submit(self._replace, entry, path, entry.asked)
+            return self._read_again(entry, path, path)
 
     def add_arrays(self, name: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Future[LoadedAdapter]:
-        """Add an adapter of live arrays, or replace the one of this name. It stays in memory until it is removed."""
+        """Add an adapter of live arrays, or replace the one of this name. It stays in memory until it is removed.
+
+        If the arrays cannot be read, the old content stays.
+        """
         with self._lock:
             known = self._entries.get(name)
-            number = known.int_id if known else 1 + max((e.int_id for e in self._entries.values()), default=0)
+            if known is not None:
+                return self._read_again(known, "", (arrays, options))
+            number = 1 + max((entry.int_id for entry in self._entries.values()), default=0)
             request = LoRARequest(name, number)  # checks the name
-            generation = known.asked + 1 if known else 0
-            entry = _Entry(request.lora_name, number, (arrays, options), "", generation, generation)
-            self._entries[name] = entry
+            entry = self._entries[name] = _Entry(request.lora_name, number, (arrays, options), "")
             return self._ask(entry)
 
     def remove(self, adapter: str | int) -> bool:
@@ -101,6 +107,7 @@ class AdapterRegistry:
             entry = self._find(adapter)
             if entry is not None:
                 del self._entries[entry.name]
+                entry.was_removed = True
             return entry is not None
 
     def known(self) -> list[AdapterInfo]:
@@ -115,8 +122,9 @@ class AdapterRegistry:
             return None if entry is None else _info(entry)
 
     def close(self) -> None:
-        """Stop reading."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        """Stop reading. Futures of adapters that are not read yet raise EngineError."""
+        self._is_closed = True
+        self._readers.shutdown(wait=False)  # a cancelled Future would look as if its waiting task was cancelled
 
     def _find(self, adapter: str | int) -> _Entry | None:
         if isinstance(adapter, str):
@@ -159,11 +167,20 @@ class AdapterRegistry:
         try:
             return self._readers.submit(call, *arguments)
         except RuntimeError:
-            raise EngineError("the engine is closed: make a new one") from None
+            raise EngineError(_CLOSED) from None
+
+    def _read_again(self, entry: _Entry, path: str, source: Any) -> Future[LoadedAdapter]:
+        entry.asked += 1
+        return self._submit(self._replace, entry, path, source, entry.asked)
+
+    def _read_now(self, name: str, source: Any, generation: int) -> LoadedAdapter:
+        if self._is_closed:
+            raise EngineError(_CLOSED)
+        return self._read(name, source, generation)
 
     def _load(self, entry: _Entry, source: Any, generation: int) -> LoadedAdapter:
         try:
-            loaded = self._read(entry.name, source, generation)
+            loaded = self._read_now(entry.name, source, generation)
         except BaseException:
             with self._lock:
                 if self._entries.get(entry.name) is entry and entry.generation == generation:
@@ -175,14 +192,16 @@ class AdapterRegistry:
         logger.info("LoRA %s", loaded.summary)
         return loaded
 
-    def _replace(self, entry: _Entry, path: str, generation: int) -> LoadedAdapter:
+    def _replace(self, entry: _Entry, path: str, source: Any, generation: int) -> LoadedAdapter:
         """Read new content for an adapter. Later requests get it, unless an even later reload was faster."""
-        loaded = self._read(entry.name, path, generation)
+        loaded = self._read_now(entry.name, source, generation)
         with self._lock:
+            if not entry.was_removed and self._find(entry.int_id) is None:
+                self._entries.setdefault(entry.name, entry)  # the first read has failed since, and forgot the name
             if entry.generation < generation:
                 future: Future[LoadedAdapter] = Future()
                 future.set_result(loaded)
-                entry.path, entry.source, entry.generation, entry.future = path, path, generation, future
+                entry.path, entry.source, entry.generation, entry.future = path, source, generation, future
                 entry.was_read = True
                 self._drop_some()
         logger.info("LoRA %s, read again", loaded.summary)
