@@ -28,7 +28,7 @@ from jpaged.engine.strategies.pooled_outputs import check_task
 from jpaged.engine_arguments import EngineArguments
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import build_engine, weights_name
-from jpaged.frontend.engine_access import EngineAccess
+from jpaged.frontend.engine_access import EngineAccess, as_lora_request
 from jpaged.frontend.engines_run import run_engines
 from jpaged.frontend.interrupts import DeferredInterrupt
 from jpaged.frontend.pausing import WAKE_TAGS, check_level, wake_tags
@@ -456,8 +456,11 @@ class LLM(EngineAccess):
         params = one_each(name, params, len(each))
         priorities = one_each("priority", 0 if priority is None else priority, len(each))
         if isinstance(lora_request, str):  # a sequence, and no list of requests
-            self._adapter_of(lora_request)
+            as_lora_request(lora_request)
         lora_requests = one_each("lora_request", lora_request, len(each))
+        for one in lora_requests:
+            if one is not None:
+                as_lora_request(one)  # before they are keys: another kind of value may have no hash
         with self._exclusive("generate"), DeferredInterrupt() as interrupt:
             engine = self.engine
             if self._asleep:

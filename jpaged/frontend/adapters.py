@@ -15,6 +15,7 @@ import numpy as np
 from jpaged.config import DTYPES, EngineConfig
 from jpaged.engine.adapters.adapter_registry import AdapterRegistry
 from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
+from jpaged.errors import ModelLoadError, shown
 from jpaged.loading import LoadedModel
 from jpaged.loading.adapters import describe_adapter, read_adapter, read_arrays
 from jpaged.models.adapters import Adapter
@@ -55,7 +56,10 @@ def _read(name: str, source: Any, generation: int, *, loaded: _Model, options: A
     model = (loaded.family, loaded.spec, loaded.layout)
     sizes: dict[str, Any] = {"max_rank": options.rank, "dtype": options.dtype}
     if isinstance(source, str):
-        adapter = read_adapter(Path(source).expanduser(), *model, **sizes)
+        try:
+            adapter = read_adapter(_folder(source), *model, **sizes)
+        except OSError as error:  # such as a folder that this user may not read
+            raise ModelLoadError(f"{source}: the adapter cannot be read: {error.strerror}") from error
     else:
         arrays, more = source
         adapter = read_arrays(arrays, *model, **sizes, **more)
@@ -63,6 +67,15 @@ def _read(name: str, source: Any, generation: int, *, loaded: _Model, options: A
     content = options.content(adapter)
     num_bytes = sum(leaf.nbytes for leaf in _leaves(content))
     return LoadedAdapter(name, key, adapter.rank, content, num_bytes, describe_adapter(name, adapter))
+
+
+def _folder(source: str) -> Path:
+    try:
+        folder = Path(source).expanduser()
+        folder.resolve()
+    except (RuntimeError, ValueError) as error:  # an unknown user, or a name that no file can have
+        raise ModelLoadError(f"{shown(source)} is not the path of a folder: {error}") from None
+    return folder
 
 
 def _digest(adapter: Adapter) -> str:

@@ -125,8 +125,7 @@ class EngineAccess:
         """The adapter of a request; None: the base model alone. Raises RequestError for an unknown adapter."""
         if request is None:
             return None
-        if not isinstance(request, LoRARequest):
-            raise RequestError("lora_request", request, "must be a jpaged.LoRARequest, or None for the base model")
+        request = as_lora_request(request)
         return self.adapters.reload(request) if request.load_inplace else self.adapters.get(request)
 
     def _added_adapter(
@@ -187,3 +186,10 @@ class EngineAccess:
         if type(index) is not int or not 0 <= index < len(engines):
             raise RequestError("engine", index, f"must be the index of an engine, from 0 to {len(engines) - 1}")
         return engines[index]
+
+
+def as_lora_request(request: object) -> LoRARequest:
+    """Return a request's adapter. Raises RequestError for another kind of value."""
+    if not isinstance(request, LoRARequest):
+        raise RequestError("lora_request", request, "must be a jpaged.LoRARequest, or None for the base model")
+    return request

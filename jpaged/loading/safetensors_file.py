@@ -53,15 +53,29 @@ class SafetensorsFile(MappedFile):
 
     def array(self, name: str) -> np.ndarray:
         """Return the tensor as a read-only view of the mapped file. Raises ModelLoadError for a dtype not in DTYPES."""
+        dtype, entry = self._dtype(name), self.entries[name]
+        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.begin).reshape(entry.shape)
+
+    def read_array(self, name: str) -> np.ndarray:
+        """Return a copy of the tensor. For a file that may be overwritten meanwhile.
+
+        Where a mapped file has become shorter, a read of a view ends the process (SIGBUS). This raises ModelLoadError.
+        """
+        dtype, entry = self._dtype(name), self.entries[name]
+        self._file.seek(entry.begin)
+        data = self._file.read(entry.end - entry.begin)
+        if len(data) < entry.end - entry.begin:
+            raise ModelLoadError(f"{self.path}: it became shorter while it was read: load it after it is written")
+        return np.frombuffer(data, dtype).reshape(entry.shape)
+
+    def _dtype(self, name: str) -> np.dtype:
         entry = self.entries[name]
         if entry.dtype not in DTYPES:
             raise ModelLoadError(
                 f"{self.path}: tensor {name} is {entry.dtype}, which jpaged does not support; it supports "
                 f"{', '.join(DTYPES)}: use another checkpoint of the model"
             )
-        dtype = np.dtype(DTYPES[entry.dtype])
-        count = math.prod(entry.shape)
-        return np.frombuffer(self._map, dtype, count, entry.begin).reshape(entry.shape)
+        return np.dtype(DTYPES[entry.dtype])
 
     def header(self) -> bytes:
         """Return all bytes before the tensors."""

@@ -29,6 +29,8 @@ class LoRARequest:
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise RequestError("lora_name", self.lora_name, "must be a text of one or more characters")
+        if not _is_unicode(self.lora_name):  # prefixes are named by digests of UTF-8
+            raise RequestError("lora_name", ascii(self.lora_name), "must be Unicode text without lone surrogates")
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise RequestError("lora_int_id", self.lora_int_id, "must be a whole number above 0")
         if not isinstance(self.lora_path, (str, os.PathLike)):
@@ -49,3 +51,11 @@ class LoRARequest:
     def path(self) -> str:
         """`lora_path`."""
         return self.lora_path
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

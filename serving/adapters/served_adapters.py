@@ -154,10 +154,17 @@ class ServedAdapters:
         try:
             folder, template = await asyncio.to_thread(self._checked, path)
             self._check_free(name, in_place=in_place)
-            await asyncio.shield(asyncio.wrap_future(self._read(name, str(folder))))
+            reading = asyncio.wrap_future(self._read(name, str(folder)))
+            await asyncio.shield(self._finish(reading, name, folder, template))  # also if the client goes away
         except ModelLoadError as error:
             raise APIError(HTTPStatus.BAD_REQUEST, str(error), param="lora_path", code="bad_adapter") from None
-        self._note(name, template, None)
+
+    async def _finish(self, reading: asyncio.Future[Any], name: str, folder: Path, template: str | None) -> None:
+        """Wait for an adapter, and note its template, unless it was unloaded or a later load was faster."""
+        await reading
+        found = self._registry.find(name)
+        if found is not None and found.path == str(folder):
+            self._note(name, template, None)
 
     def unload(self, name: str | None, number: int | None) -> str:
         """Forget an adapter by name, number, or both. Returns its name. Running requests keep it.

@@ -183,6 +183,7 @@ def test_answers_stay_the_same_after_sleep(served):
     ("request_of", "says"),
     [
         (lambda s: "llama", "must be a jpaged.LoRARequest"),
+        (lambda s: {"lora_name": "llama"}, "must be a jpaged.LoRARequest"),
         (lambda s: LoRARequest("unknown", 77), "unknown adapter"),
         (lambda s: LoRARequest("llama", 77, s.folders["llama"]), "has 1"),
         (lambda s: LoRARequest("other", 1, s.folders["llama"]), "is the number of adapter 'llama'"),
@@ -206,8 +207,11 @@ def test_a_folder_that_cannot_be_read_leaves_no_name_behind(served, tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "says"),
-    [(("", 1), "lora_name"), (("x", 0), "lora_int_id"), (("x", True), "lora_int_id"), (("x", 1, 3), "lora_path")],
-)
+    [
+        (("", 1), "lora_name"), (("\ud800", 1), "surrogates"), (("x", 0), "lora_int_id"),
+        (("x", True), "lora_int_id"), (("x", 1, 3), "lora_path"),
+    ],
+)  # fmt: skip
 def test_a_request_names_its_wrong_field(values, says):
     with pytest.raises(RequestError, match=says):
         LoRARequest(*values)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.loading.adapters import read_arrays
+from jpaged.loading.adapters import read_arrays, reader
 from jpaged.loading.adapters.patterns import ModulePatterns
 from jpaged.models.families import family_of, spec_of
 from tests.golden.checkpoints import BY_NAME as CHECKPOINTS
@@ -321,3 +321,18 @@ def test_patterns_take_milliseconds_at_most() -> None:
     assert time.thread_time() - began < 2
     with pytest.raises(ModelLoadError, match="has 201 regular expressions; at most 200 are supported"):
         ModulePatterns(keys | {"a+": 1}, "rank_pattern")
+
+
+def test_a_file_that_is_overwritten_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    """A read of a mapped file would end the process."""
+    one = recorded("llama")
+    folder = one.write(tmp_path / "adapter")
+    find = reader.pair_names
+
+    def truncating(*arguments):
+        os.truncate(folder / TENSORS, (folder / TENSORS).stat().st_size // 2)
+        return find(*arguments)
+
+    monkeypatch.setattr(reader, "pair_names", truncating)
+    with pytest.raises(ModelLoadError, match="became shorter while it was read"):
+        one.read(folder)

@@ -241,6 +241,37 @@ def test_other_requests_are_answered_while_an_adapter_is_read(client, url, regis
     assert answers[0].status_code == 200
 
 
+def test_an_adapter_has_its_chat_template_after_its_client_went_away(registry, folders, monkeypatch):
+    may_read, reading, read = threading.Event(), threading.Event(), registry._read
+
+    def slow(*arguments):
+        reading.set()
+        assert may_read.wait(20)
+        return read(*arguments)
+
+    monkeypatch.setattr(registry, "_read", slow)
+    served = ServedAdapters(registry, ("echo",), [folders / "allowed"])
+
+    async def cancelled() -> None:
+        loading = asyncio.ensure_future(served.load("code", "code", in_place=False))
+        assert await asyncio.to_thread(reading.wait, 20)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        may_read.set()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    asyncio.run(cancelled())
+    assert served.chat_template("code") == TEMPLATE
+
+
+@pytest.mark.parametrize("path", ["a\0b", "~no-such-user/a", "x" * 300])
+def test_a_path_that_no_folder_can_have_is_refused(registry, path):
+    with pytest.raises(ModelLoadError, match=r"is not the path of a folder|cannot be read: File name too long"):
+        registry.get(LoRARequest("a", 1, path)).result(20)
+    assert registry.known() == []
+
+
 def test_adapters_of_the_command_line(registry, folders):
     sql = AdapterModule("sql", str(folders / "allowed" / "sql"), "meta/base")
     with pytest.raises(RequestError, match="is the name of the model"):

@@ -50,10 +50,10 @@ class _FileTensors:
         return self._file.entries[name].shape
 
     def array(self, name: str) -> np.ndarray:
-        return self._file.array(name)
+        return self._file.read_array(name)  # a trainer may write the next adapter over the file
 
     def release(self, name: str) -> None:
-        self._file.release(name)
+        pass
 
 
 class _LiveTensors:
@@ -110,7 +110,7 @@ def read_adapter(
         )
     file = SafetensorsFile(path)
     adapter = _read(_FileTensors(file), config, modules_of(family, spec), layout, _Limits(max_rank, np.dtype(dtype)))
-    file.close()  # after an error, its frames may hold views of the mapped file
+    file.close()
     return adapter
 
 
