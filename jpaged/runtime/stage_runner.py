@@ -76,9 +76,11 @@ class StageRunner:
         """Write adapters into their slots, before the next step. Returns at once."""
         if self._write_slot is None or not loads:
             return
-        for load in loads:
-            self.adapters = self._write_slot(self.adapters, np.int32(load.slot), load.content)
-        self._use(self.params)
+        try:
+            for load in loads:
+                self.adapters = self._write_slot(self.adapters, np.int32(load.slot), load.content)
+        finally:
+            self._use(self.params)  # each write donates the pools, also if a later write fails
 
     @property
     def live(self) -> DeviceState:
