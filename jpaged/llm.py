@@ -175,7 +175,8 @@ class LLM(EngineAccess):
     ) -> bool:  # fmt: skip
         """Read a LoRA adapter before it is needed, or add one of live arrays. Waits until it is in host memory.
 
-        adapter:    a `LoRARequest`; or with `arrays` the adapter's name. If it is in use, later calls get the new one.
+        adapter:    a `LoRARequest`. With `arrays`: one without a path, or only the name, which gets the next free
+            number. If the name is in use, later calls get the new arrays.
         arrays:     arrays [rank, in] and [out, rank] by PEFT's names, such as
             "model.layers.0.self_attn.q_proj.lora_A.weight". They are copied.
         lora_alpha: with `arrays`: B (A x) is multiplied by lora_alpha / rank, or lora_alpha / sqrt(rank) with

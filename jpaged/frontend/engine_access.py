@@ -132,12 +132,14 @@ class EngineAccess:
         self, adapter: LoRARequest | str, arrays: Any, lora_alpha: float | None, *, use_rslora: bool
     ) -> Future[LoadedAdapter]:
         """See `LLM.add_lora`."""
-        if isinstance(adapter, LoRARequest):
-            if arrays is not None:
-                raise RequestError("arrays", type(arrays).__name__, "go with a name, not with a LoRARequest")
+        if isinstance(adapter, LoRARequest) and arrays is None:
             return self.adapters.reload(adapter) if adapter.load_inplace else self.adapters.get(adapter)
-        if not isinstance(arrays, Mapping) or not arrays:
+        if not isinstance(arrays, Mapping):
             raise RequestError("arrays", type(arrays).__name__, "must be a dictionary of arrays by PEFT's names")
+        if not arrays:
+            raise RequestError("arrays", "{}", "must have a lora_A and a lora_B of one or more matrices")
+        if isinstance(adapter, LoRARequest) and adapter.lora_path:
+            raise RequestError("lora_path", adapter.lora_path, "must be empty for an adapter of arrays")
         if not isinstance(lora_alpha, (int, float)) or isinstance(lora_alpha, bool):
             raise RequestError("lora_alpha", lora_alpha, "must be a number, such as that of the adapter's LoraConfig")
         return self.adapters.add_arrays(adapter, dict(arrays), {"alpha": lora_alpha, "use_rslora": use_rslora})

@@ -146,6 +146,25 @@ def test_live_arrays_are_an_adapter(served):
     served.llm.remove_lora("live")
 
 
+def test_live_arrays_have_the_number_of_their_request_and_stay_if_new_ones_are_bad(served):
+    arrays, request = tensors_of(Path(served.folders["llama"])), LoRARequest("live", 70)
+    assert served.llm.add_lora(request, arrays, lora_alpha=4)
+    assert 70 in served.llm.list_loras()
+    prompt = list(range(10, 30))
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
+    with pytest.raises(ModelLoadError, match="tensor foo"):
+        served.llm.add_lora("live", {"foo": np.zeros((2, 2))}, lora_alpha=4)
+    [output] = served.llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+    assert of(output) == served.answers(prompt, ["llama"])[0]
+    with pytest.raises(RequestError, match="number of adapter 'live'"):
+        served.llm.add_lora(LoRARequest("other", 70), arrays, lora_alpha=4)
+    with pytest.raises(RequestError, match="lora_path must be empty"):
+        served.llm.add_lora(LoRARequest("other", 71, "folder"), arrays, lora_alpha=4)
+    with pytest.raises(RequestError, match="one or more matrices"):
+        served.llm.add_lora("other", {}, lora_alpha=4)
+    assert served.llm.remove_lora(70)
+
+
 def test_several_answers_and_beams_have_the_adapter(served):
     prompt, request = list(range(10, 30)), served.request("llama")
     one = served.answers(prompt, ["llama"])[0]

@@ -87,18 +87,29 @@ class AdapterRegistry:
                 raise RequestError("lora_path", "", f"adapter {entry.name!r} is of live arrays: name the new folder")
             return self._read_again(entry, path, path)
 
-    def add_arrays(self, name: str, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Future[LoadedAdapter]:
+    def add_arrays(
+        self, adapter: LoRARequest | str, arrays: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Future[LoadedAdapter]:
         """Add an adapter of live arrays, or replace the one of this name. It stays in memory until it is removed.
 
-        If the arrays cannot be read, the old content stays.
+        adapter: a request without a path, or a name. A new name alone gets the next free number.
+
+        Raises RequestError if name or number belong to another adapter. If the arrays cannot be used, the Future raises
+        ModelLoadError, and the old content stays.
         """
         with self._lock:
-            known = self._entries.get(name)
-            if known is not None:
-                return self._read_again(known, "", (arrays, options))
-            number = 1 + max((entry.int_id for entry in self._entries.values()), default=0)
-            request = LoRARequest(name, number)  # checks the name
-            entry = self._entries[name] = _Entry(request.lora_name, number, (arrays, options), "")
+            if isinstance(adapter, LoRARequest):
+                request = adapter
+                self._check_number(request)
+            else:
+                known = self._entries.get(adapter)
+                number = known.int_id if known else 1 + max((e.int_id for e in self._entries.values()), default=0)
+                request = LoRARequest(adapter, number)  # checks the name
+            entry = self._entries.get(request.lora_name)
+            if entry is not None:
+                return self._read_again(entry, "", (arrays, options))
+            entry = _Entry(request.lora_name, request.lora_int_id, (arrays, options), "")
+            self._entries[entry.name] = entry
             return self._ask(entry)
 
     def remove(self, adapter: str | int) -> bool:
