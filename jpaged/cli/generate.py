@@ -61,6 +61,8 @@ class Generate(SamplingFlags):
         params = flags.sampling_params(options["model"])
         if self.lora is not None and not options["enable_lora"]:
             raise RequestError("lora", str(self.lora), "needs --enable-lora")
+        if self.lora is not None and not self.lora.is_dir():  # found before the model is loaded
+            raise RequestError("lora", str(self.lora), "is not a folder")
         adapter = None if self.lora is None else LoRARequest(self.lora.name or "adapter", 1, str(self.lora))
         check_writable(self.output_json)
         from rich.console import Console

@@ -31,9 +31,12 @@ def test_adapters_need_the_option_a_key_and_folders(tmp_path, capsys):
         (["--lora-modules", "sql=x"], "lora_modules needs --enable-lora"),
         (["--lora-dirs", str(tmp_path)], "lora_dirs needs --enable-lora"),
         (["--enable-lora", "--lora-dirs", str(tmp_path / "no")], "lora_dirs is not a folder"),
+        (["--enable-lora", "--lora-modules", f"sql={tmp_path / 'no'}"], "the adapter 'sql' is not a folder"),
         (["--enable-lora", "--lora-dirs", str(tmp_path)], "lora_dirs needs an admin key"),
     ):
         assert cli.main(["serve", "demo", "--port", "0", *words]) == 2
         assert said in capsys.readouterr().err
     assert cli.main(["generate", "demo", "--lora", str(tmp_path)]) == 2
     assert "lora needs --enable-lora" in capsys.readouterr().err
+    assert cli.main(["generate", "demo", "--enable-lora", "--lora", str(tmp_path / "no")]) == 2
+    assert "lora is not a folder" in capsys.readouterr().err

@@ -54,13 +54,19 @@ LoraModules = Annotated[tuple[Module, ...], _LIST, tyro.conf.arg(help_behavior_h
 
 
 def check_adapters(modules: Sequence[Module], folders: Sequence[pathlib.Path] = (), *, enabled: bool) -> None:
-    """Raise RequestError for adapters without --enable-lora, and for folders that do not exist."""
+    """Raise RequestError for adapters without --enable-lora, and for folders that do not exist.
+
+    Called before the model is loaded, which may take minutes.
+    """
     for flag, values in (("lora_modules", [name for name, *_ in modules]), ("lora_dirs", list(map(str, folders)))):
         if values and not enabled:
             raise RequestError(flag, values[0], "needs --enable-lora")
     for folder in folders:
         if not folder.expanduser().is_dir():
             raise RequestError("lora_dirs", str(folder), "is not a folder")
+    for name, path, _ in modules:
+        if not pathlib.Path(path).expanduser().is_dir():
+            raise RequestError("lora_modules", path, f"the adapter {name!r} is not a folder")
 
 
 def served_adapters(
