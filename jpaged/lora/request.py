@@ -10,7 +10,7 @@ from jpaged.errors import RequestError
 class LoRARequest:
     """A LoRA adapter for `LLM.generate(..., lora_request=...)`.
 
-    lora_name:    name of the adapter. A name belongs to one adapter at a time.
+    lora_name:    name of the adapter, printable text. A name belongs to one adapter at a time.
     lora_int_id:  a number above 0, of your choice; other adapters must have other numbers.
     lora_path:    folder in PEFT's format, with adapter_config.json and adapter_model.safetensors. "": the adapter of
                   this name that the engine has already.
@@ -31,6 +31,8 @@ class LoRARequest:
             raise RequestError("lora_name", self.lora_name, "must be a text of one or more characters")
         if not _is_unicode(self.lora_name):  # prefixes are named by digests of UTF-8
             raise RequestError("lora_name", ascii(self.lora_name), "must be Unicode text without lone surrogates")
+        if not self.lora_name.isprintable():  # it is printed in logs, tables and labels of metrics
+            raise RequestError("lora_name", self.lora_name, "must have no line breaks or other control characters")
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise RequestError("lora_int_id", self.lora_int_id, "must be a whole number above 0")
         if not isinstance(self.lora_path, (str, os.PathLike)):

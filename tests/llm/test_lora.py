@@ -227,8 +227,8 @@ def test_a_folder_that_cannot_be_read_leaves_no_name_behind(served, tmp_path):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (("", 1), "lora_name"), (("\ud800", 1), "surrogates"), (("x", 0), "lora_int_id"),
-        (("x", True), "lora_int_id"), (("x", 1, 3), "lora_path"),
+        (("", 1), "lora_name"), (("\ud800", 1), "surrogates"), (("x\ny", 1), "lora_name must have no line breaks"),
+        (("x", 0), "lora_int_id"), (("x", True), "lora_int_id"), (("x", 1, 3), "lora_path"),
     ],
 )  # fmt: skip
 def test_a_request_names_its_wrong_field(values, says):

@@ -176,6 +176,7 @@ def test_adapters_that_cannot_be_loaded_are_refused(client, url, folders, tmp_pa
     refused = (
         ("echo", "sql", 400, "'echo' is the name of the model"),
         ("sql", "sql", 400, "The lora adapter 'sql' has already been loaded"),
+        ("line\nbreak", "sql", 400, "lora_name must have no line breaks"),
         ("other", "phi3", 400, "the adapter is for another model"),
         ("other", "ranks", 400, "rank"),
         ("other", "missing", 404, "there is no adapter_config.json"),
