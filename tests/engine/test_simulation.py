@@ -34,7 +34,7 @@ class TestSpeculationLonger(SpeculatingMachine.TestCase):
 class TestAdapters(AdapterMachine.TestCase):
     """With LoRA adapters. The gate runs TestAdaptersLonger too."""
 
-    settings = settings(max_examples=8, stateful_step_count=30)
+    settings = settings(max_examples=5, stateful_step_count=30)
 
 
 @pytest.mark.slow

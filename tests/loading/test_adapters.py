@@ -67,9 +67,8 @@ def without(adapter: Adapter, leaf: str) -> Adapter:
     return dataclasses.replace(adapter, matrices={n: m for n, m in adapter.matrices.items() if n != leaf})
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(v.name, marks=() if v.name in ("llama", "gpt2") else SLOW) for v in VARIANTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [v.name for v in VARIANTS])
 def test_answers_are_pefts_and_need_every_matrix(name: str, tmp_path: Path) -> None:
     one = recorded(name)
     model = base_model(one.variant.base, one.values["base_seed"], tmp_path / "base")
