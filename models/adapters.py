@@ -46,7 +46,7 @@ class AdapterTarget:
     @property
     def num_parts(self) -> int:
         """Number of matrices A per slot."""
-        return num_parts(self.out_shape)
+        return len(self.pattern)
 
     @property
     def pattern(self) -> Pattern:
@@ -88,13 +88,8 @@ class Adapter:
         return sum(matrix.num_bytes for matrix in self.matrices.values())
 
 
-def num_parts(out_shape: tuple[int, ...]) -> int:
-    """Number of parts of a matrix with these output axes: 3 for fused qkv, 2 for fused gate and up, else 1."""
-    return len(out_shape)
-
-
 def pattern(out_shape: tuple[int, ...]) -> Pattern:
-    """The parts of a matrix's outputs, in order."""
+    """The parts of a matrix's outputs, in order: 3 for fused qkv, 2 for fused gate and up, else 1."""
     match out_shape:
         case (_, heads, head_dim):
             return (0, (heads - 2) * head_dim), (1, head_dim), (2, head_dim)

@@ -185,7 +185,7 @@ class AdapterLoad:
     """A LoRA adapter to write into a slot on the device."""
 
     slot: int
-    content: Any  # of `Runner.adapter_content`
+    content: Any  # arrays of one slot, as the runner stores them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -387,10 +387,6 @@ class Runner(Protocol[HandleT]):
 
         Waits for the drafter, which runs before the step.
         """
-        ...
-
-    def adapter_content(self, adapter: Any) -> Any:
-        """A `models.adapters.Adapter` as `AdapterLoad.content`. Any thread may call it."""
         ...
 
     @property

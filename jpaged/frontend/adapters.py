@@ -6,7 +6,6 @@ Imported late: JAX and all that uses it.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,7 @@ def _read(name: str, source: Any, generation: int, *, loaded: _Model, options: A
         arrays, more = source
         adapter = read_arrays(arrays, *model, **sizes, **more)
     key = f"{name} {generation} {_digest(adapter)}"
-    content = options.content(adapter)
-    num_bytes = sum(leaf.nbytes for leaf in _leaves(content))
-    return LoadedAdapter(name, key, adapter.rank, content, num_bytes, describe_adapter(name, adapter))
+    return LoadedAdapter(name, key, adapter.rank, options.content(adapter), describe_adapter(name, adapter))
 
 
 def _folder(source: str) -> Path:
@@ -86,9 +83,3 @@ def _digest(adapter: Adapter) -> str:
         for array in (matrix.a, matrix.b, matrix.ranks, matrix.scales):
             digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _leaves(content: Mapping[str, Any]) -> list[np.ndarray]:
-    import jax
-
-    return jax.tree.leaves(dict(content))

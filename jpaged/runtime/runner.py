@@ -22,7 +22,6 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import BlockMove, DeviceDrafter, RowMask, StepPlan, StepResult
 from jpaged.errors import EngineError
-from jpaged.models.adapters import Adapter
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.sharding import find_devices, shards_of
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
@@ -253,13 +252,6 @@ class ModelRunner(EnginePrograms):
     def device_drafter(self) -> DeviceDrafter | None:
         """The drafter on the device, as the engine sees it; None: there is none."""
         return None if self._drafter is None else self._drafter.as_engine_sees()
-
-    def adapter_content(self, adapter: Adapter) -> Any:
-        """An adapter as `AdapterLoad.content`. Any thread may call it."""
-        adapters = self._build.blueprint.model.adapters
-        if adapters is None:
-            raise EngineError("the engine has no LoRA adapters: start it with enable_lora=True")
-        return adapters.content(adapter)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
         """Copies of blocks in host memory, after all dispatched steps; `block_arrays` has their shapes and dtypes.

@@ -29,7 +29,7 @@ class AdapterMachine(EngineMachine):
         if name not in self.loaded:
             content = 1 + NAMES.index(name) + len(NAMES) * self.versions[name]
             key = f"{name} {self.versions[name]}"
-            self.loaded[name] = LoadedAdapter(name, key, 1, content, 0, "")
+            self.loaded[name] = LoadedAdapter(name, key, 1, content, "")
         return self.loaded[name]
 
     def ruled(self, request_group: RequestGroup) -> RequestGroup:

@@ -418,10 +418,6 @@ class FakeRunner:
         assert self.adapters[slot] is not None, "an empty slot"
         return self.adapters[slot]
 
-    def adapter_content(self, adapter: int) -> int:
-        """The adapter itself."""
-        return adapter
-
     def _salt(self, row: int) -> str:
         """Salt of a row's request, and its adapter."""
         return f"{self.salt_of(row)} {self.adapter_of(row)}"

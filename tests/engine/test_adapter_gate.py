@@ -27,7 +27,7 @@ class Users:
         self.adapters: dict[str, LoadedAdapter] = {}
 
     def ask(self, name: str) -> Asked:
-        adapter = self.adapters.setdefault(name, LoadedAdapter(name, name, 1, name, 0, "")) if name else None
+        adapter = self.adapters.setdefault(name, LoadedAdapter(name, name, 1, name, "")) if name else None
         request = Asked(str(self.number), adapter, self.number)
         self.number += 1
         if self.gate.enter(request):

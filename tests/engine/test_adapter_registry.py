@@ -21,7 +21,7 @@ class Reader:
         assert self.may_read[said].wait(20)
         if said == "bad":
             raise ModelLoadError("cannot be read")
-        return LoadedAdapter(name, f"{name} {generation}", 1, said, 0, "")
+        return LoadedAdapter(name, f"{name} {generation}", 1, said, "")
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def test_adapters_and_the_requests_that_wait_for_their_slots():
 
     def add(name, adapter):
         future = Future()
-        future.set_result(LoadedAdapter(adapter, adapter, 1, len(adapter), 0, ""))
+        future.set_result(LoadedAdapter(adapter, adapter, 1, len(adapter), ""))
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         engine.add(engine.inputs.process(name, [1, 2, 3], params, adapter=future))
 

@@ -147,14 +147,18 @@ class AdapterGate:
 
     def _staying(self, adapter: LoadedAdapter) -> _Slot | None:
         """The slot that has an adapter and keeps it, while other adapters wait. None: it must wait too."""
+        slot = self._slot_with(adapter)
+        return slot if slot is not None and slot.users and not slot.is_leaving else None
+
+    def _slot_with(self, adapter: LoadedAdapter) -> _Slot | None:
         there = (slot for slot in self._slots if slot.adapter is not None and slot.adapter.key == adapter.key)
-        return next((slot for slot in there if slot.users and not slot.is_leaving), None)
+        return next(there, None)
 
     def _find(self, adapter: LoadedAdapter) -> _Slot | None:
         """A slot that has the adapter, or gets it now; None: the adapter must wait."""
-        for slot in self._slots:
-            if slot.adapter is not None and slot.adapter.key == adapter.key:
-                return None if slot.is_leaving and slot.users else slot
+        slot = self._slot_with(adapter)
+        if slot is not None:
+            return None if slot.is_leaving and slot.users else slot
         unused = [slot for slot in self._slots if not slot.users]
         if not unused:
             return None

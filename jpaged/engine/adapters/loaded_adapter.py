@@ -12,5 +12,4 @@ class LoadedAdapter:
     key: str       # part of the names of blocks: differs for every content, and after every reload
     rank: int
     content: Any   # for `AdapterLoad.content`
-    num_bytes: int
     summary: str   # what was read, for the log
