@@ -80,6 +80,7 @@ class ScheduleState:
     row_is_new: bool = False       # the device's request table does not know this row's content yet
     rank: tuple[float, int] = (0.0, 0)  # order of the scheduling policy, lowest first
     micro_batch: int = 0           # the pipeline turn in which this request decodes: 0 <= micro_batch < num_stages
+    passed_on: bool = False        # its turn came, and its micro-batch was larger than its share
     mask_pending: bool = False     # the row's mask on the device forbids end tokens, because of `min_tokens`
     on_hold: bool = False          # a beam that waits until the other beams have their candidates
     num_scored: int = 0            # prompt tokens whose log-probabilities or vectors were scheduled, if requested

@@ -87,8 +87,6 @@ class Masks:
 class SpeculatingMachine(EngineMachine):
     """Random drafts, of random verify programs, for the random users of EngineMachine."""
 
-    most_waits = 4  # requests that wait for rejected drafts change the sizes of the micro-batches
-
     def drafting(self, number: int, budget: int) -> dict[str, Any]:
         self.rng = rng = random.Random(number)
         sizes = tuple(sorted({min(rng.choice((2, 3, 4, 8, 16)), budget) for _ in range(2)}))

@@ -74,28 +74,34 @@ class DecodeScheduler:
     def _next_micro_batch(self) -> list[Request]:
         """Requests of the next turn, in the policy's order: a micro-batch, and all requests that do not decode.
 
-        A micro-batch larger than its share passes the rest on to the next turn, so that all become equally large.
+        A micro-batch larger than its share passes the rest on to the next turn, so that all become equally large. A
+        request is passed on once for each token: a decode waits for at most `num_stages` turns.
         """
         self._turn = turn = (self._turn + 1) % self._num_stages
         running, following = self._running.requests, (turn + 1) % self._num_stages
-        share = -(-sum(request.schedule.decoding for request in running) // self._num_stages)
+        share = -(-sum(self._will_decode(request) for request in running) // self._num_stages)
         due, count = [], 0
         for request in running:
             schedule = request.schedule
             if schedule.decoding:
-                if schedule.micro_batch != turn:
+                # One whose last token is on its way takes no one's place: it leaves when that token arrives.
+                if schedule.micro_batch != turn or not self._will_decode(request):
                     continue
                 count += 1
-                if count > share:
-                    schedule.micro_batch = following
+                if count > share and not schedule.passed_on:
+                    schedule.micro_batch, schedule.passed_on = following, True
                     continue
+                schedule.passed_on = False
             due.append(request)
         return due
 
+    def _will_decode(self, request: Request) -> bool:
+        # A decoding request has computed all its tokens but one: at max_total_tokens - 1 it has all of them.
+        return request.schedule.decoding and request.schedule.num_computed < request.max_total_tokens - 1
+
     def _schedule_boundary(self, boundary: list[Request], selection: StepSelection) -> None:
         """Add decodes that reached their next boundary, in order. Most of them need a block and nothing else."""
-        # A decoding request has computed all its tokens but one: at max_total_tokens - 1 it has all of them.
-        boundary = [r for r in boundary if r.schedule.num_computed < r.max_total_tokens - 1]
+        boundary = [r for r in boundary if self._will_decode(r)]
         selection.block_updates = self._manager.next_blocks([r for r in boundary if self._needs_only_a_block(r)])
         for request in boundary:
             if request.schedule.status is RequestStatus.RUNNING:  # not preempted for an earlier one
