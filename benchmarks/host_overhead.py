@@ -107,8 +107,11 @@ class NoDevice:
     def collect(self, handle: int) -> StepResult:
         return StepResult(np.full(handle, 5, np.int32))
 
-    def set_params(self, params: object) -> None:
+    def update_params(self, leaves: object) -> None:
         pass
+
+    def weights_problem(self) -> None:
+        return None
 
     def wait_until_ready(self) -> None:
         pass

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ScoreOutput,
         SpeculationStats,
         TokenPoolingOutput,
+        WeightUpdate,
     )
     from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jpaged.params.pooling import PoolingParams
@@ -45,7 +46,7 @@ _MODULES = {
     "jpaged.lora.request": ("LoRARequest",),
     "jpaged.outputs": (
         "ClassificationOutput", "CompletionOutput", "EmbeddingOutput", "EngineStats", "Logprob", "PoolingRequestOutput",
-        "RequestMetrics", "RequestOutput", "ScoreOutput", "SpeculationStats", "TokenPoolingOutput",
+        "RequestMetrics", "RequestOutput", "ScoreOutput", "SpeculationStats", "TokenPoolingOutput", "WeightUpdate",
     ),
     "jpaged.params.beam_search": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
     "jpaged.params.pooling": ("PoolingParams",),
@@ -95,6 +96,7 @@ __all__ = [
     "PoolingRequestOutput",
     "ScoreOutput",
     "TokenPoolingOutput",
+    "WeightUpdate",
     "BeamSearchOutput",
     "BeamSearchSequence",
     "EmbeddingOutput",

@@ -30,13 +30,13 @@ from jpaged.frontend.engine_access import EngineAccess
 from jpaged.frontend.engine_thread import EngineThread
 from jpaged.frontend.engine_threads import EngineThreads
 from jpaged.frontend.output_stream import OutputStream
-from jpaged.frontend.pausing import check_level, pause_mode, wake_tags
+from jpaged.frontend.pausing import check_level, pause_mode, update_mode, wake_tags
 from jpaged.frontend.prefill import prefill
 from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
 from jpaged.frontend.watchdog import STALL_SECONDS
 from jpaged.lifetime import close_when_collected, using_device
 from jpaged.lora.request import LoRARequest
-from jpaged.outputs import PoolingRequestOutput, RequestOutput
+from jpaged.outputs import PoolingRequestOutput, RequestOutput, WeightUpdate, WeightVersion
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.requester import Requester, current_client
@@ -276,6 +276,21 @@ class AsyncLLM(EngineAccess):
     async def resume_generation(self) -> None:
         """End a pause. Raises RequestError while the engine sleeps."""
         await asyncio.wrap_future(self._engine_thread.resume())
+
+    async def update_weights(
+        self, weights: Any, *, version: WeightVersion | None = None, layout: Any = None, mode: str = "keep"
+    ) -> WeightUpdate:
+        """Replace all weights, as `LLM.update_weights`.
+
+        mode: running requests: 'wait': they finish first, and new ones wait. 'keep': they continue with the new
+            weights, and keep the KV of the old ones. 'recompute': they continue, and recompute their KV. 'abort': they
+            end, with finish_reason 'abort'.
+
+        `CompletionOutput.weight_changes` has the first token that the new weights have computed.
+        """
+        treatment = update_mode(mode)
+        leaves = await asyncio.to_thread(self._prepared, weights, layout, version)
+        return await asyncio.wrap_future(self._engine_thread.update_weights(leaves, treatment, version))
 
     async def is_paused(self) -> bool:
         """Return True while new requests are held."""

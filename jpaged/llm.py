@@ -44,6 +44,9 @@ from jpaged.outputs import (
     PoolingRequestOutput,
     RequestOutput,
     ScoreOutput,
+    WeightUpdate,
+    WeightVersion,
+    joined_updates,
 )
 from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.params.pooling import PoolingParams
@@ -352,6 +355,30 @@ class LLM(EngineAccess):
             for engine in self.engines:
                 engine.reset_prefix_cache()  # no request runs
             return True
+
+    def update_weights(
+        self, weights: Any, *, version: WeightVersion | None = None, layout: Any = None
+    ) -> WeightUpdate:
+        """Replace all weights, without a compile. Waits until no call runs. Later calls use the new weights.
+
+        weights: a tree of live arrays, as for `LLM(config, params=...)`. An array with the shape, dtype, devices and
+            layout of the engine's is used without a copy; the engine follows it no further, so that each update needs a
+            call. Other arrays are copied, one after another.
+        version: label of the weights, in every output: `CompletionOutput.weight_version`. None: the number of updates.
+        layout:  as for `LLM`.
+
+        KV of the old weights is not reused. Raises ModelLoadError for weights that do not fit, and RequestError for a
+        bad argument, before anything is replaced. Raises EngineError while the weights sleep. After an error in the
+        middle, requests are refused until an update succeeds.
+        """
+        with self._exclusive("update_weights"):
+            leaves = self._prepared(weights, layout, version)
+            self._router.forget()
+            updates = []
+            for engine, of_engine in zip(self.engines, leaves, strict=True):
+                engine.flush()
+                updates.append(engine.update_weights(of_engine(), version=version))
+            return joined_updates(updates)
 
     def sleep(self, level: int = 1) -> None:
         """Free device memory until `wake_up`. Waits until no call runs. Later calls that generate raise EngineError.

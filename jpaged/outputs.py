@@ -1,11 +1,31 @@
 """Results of requests, one `RequestOutput` per prompt, and the engine's statistics."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from jpaged.parsers.answer import ParsedAnswer
+
+WeightVersion = int | str  # the caller's label of an update of the weights, or the number of updates so far
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Result of `update_weights`."""
+
+    version: WeightVersion
+    num_leaves: int        # arrays, or quantised matrices, of the model
+    num_by_reference: int  # leaves that are the caller's own buffers
+    copied_bytes: int      # of all other leaves
+    seconds: float         # during which no step ran
+
+
+def joined_updates(updates: Sequence[WeightUpdate]) -> WeightUpdate:
+    """The update of several engines, in order. All but the first engine get the first one's arrays, or copies."""
+    copied, seconds = sum(update.copied_bytes for update in updates), max(update.seconds for update in updates)
+    return dataclasses.replace(updates[0], copied_bytes=copied, seconds=seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +54,9 @@ class CompletionOutput:
     text_offsets:  with logprobs: number of characters of the answer before each token. A token that begins inside a
                    character has that character's offset. A stop string counts even if the text omits it.
     message:       from `LLM.chat` with tools or a reasoning parser: the text as content, reasoning and tool calls.
+    weight_version: version of the weights that computed the last token (`LLM.update_weights`); 0: those of the start.
+    weight_changes: (index of the first token of the answer that these weights computed, their version), in order. The
+                   first index is 0.
     With output_kind DELTA, text, token_ids, logprobs and text_offsets have only the new part.
     """
 
@@ -46,6 +69,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     text_offsets: list[int] | None = None
     message: ParsedAnswer | None = None
+    weight_version: WeightVersion = 0
+    weight_changes: tuple[tuple[int, WeightVersion], ...] = ((0, 0),)
 
     def finished(self) -> bool:
         """Return True if the answer is complete."""
@@ -171,6 +196,7 @@ class PoolingRequestOutput(Generic[PooledT]):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved computing
+    weight_version: WeightVersion = 0  # version of the weights that computed the last token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def stages_of(spec: DecoderSpec, count: int) -> tuple[Stage, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PerStage:
+class PerStage:
     """A leaf outside of layers, by stage. None: the stage does not have it."""
 
     parts: tuple[Any, ...]
@@ -102,11 +102,13 @@ class StagedPlacer:
             for stage in self.stages
         )
 
-    def _place(self, name: str, leaf: Any, place: Callable[[ShardedQuantizer, Any], Any]) -> _PerStage:
-        return _PerStage(tuple(
-            None if (part := self._part_of(stage, name, leaf)) is None else place(placer, part)
-            for stage, placer in zip(self.stages, self.placers, strict=True)
-        ))  # fmt: skip
+    def parts_of(self, name: str, leaf: Any) -> tuple[Any, ...]:
+        """Each stage's part of a leaf outside of layers, on the devices of the leaf. None: the stage needs none."""
+        return tuple(self._part_of(stage, name, leaf) for stage in self.stages)
+
+    def _place(self, name: str, leaf: Any, place: Callable[[ShardedQuantizer, Any], Any]) -> PerStage:
+        parts = zip(self.parts_of(name, leaf), self.placers, strict=True)
+        return PerStage(tuple(None if part is None else place(placer, part) for part, placer in parts))
 
     def _part_of(self, stage: Stage, name: str, leaf: Any) -> Any:
         """A stage's part of a leaf; None if the stage does not need it."""

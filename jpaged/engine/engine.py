@@ -45,7 +45,7 @@ from jpaged.engine.step_plan import Runner
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
 from jpaged.errors import EngineError, RequestError
 from jpaged.metrics import EngineMetricsSnapshot, PhaseSeconds
-from jpaged.outputs import EngineStats
+from jpaged.outputs import EngineStats, WeightUpdate, WeightVersion
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
 
@@ -101,6 +101,8 @@ class Engine:
             self._metrics = EngineMetrics(runner.max_model_len, self._phases, speculates=speculates)
         self.seeds = random.Random(options.seed) if seeds is None else seeds
         self._asleep: frozenset[str] = frozenset()  # as in `EngineMetricsSnapshot`
+        self._num_updates = 0  # of the weights; part of every block's name
+        self.weight_version: WeightVersion = 0
         self._num_arrived = 0
         self._idle_turns = 0  # consecutive turns without a step to dispatch or collect
         self._replace_state(SchedulerCounters())
@@ -139,17 +141,20 @@ class Engine:
         """Add a request group that `inputs.process` made. Waits for its grammar and its adapter.
 
         Raises RequestError if its id is in use, or if its answers can never fit. Raises the errors of the grammar
-        compiler and of the adapter's reader.
+        compiler and of the adapter's reader, and EngineError if the weights are incomplete or deleted.
         """
         request_id, params = request_group.request_id, request_group.params
         if request_id in self._outputs.request_groups:
             raise RequestError("request_id", request_id, "is in use by a running request: choose another")
         self.admission.check_fits(request_group)
+        if (problem := self.runner.weights_problem()) is not None:
+            raise EngineError(problem)
         adapter = None if request_group.adapter is None else request_group.adapter.result()
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
         prompt_len = len(request_group.prompt_token_ids)
         shares = self.options.enable_prefix_caching and self.runner.prefix_cacheable(prompt_len)
         for request in request_group.requests:
+            request.output.note_weights(0, self.weight_version)
             request.admit(seed=seed, arrival=self._num_arrived + request.index, adapter=adapter)
             self._manager.names.admit(request, salt=request_group.cache_salt, shares=shares)
         self._num_arrived += len(request_group.requests)
@@ -167,9 +172,11 @@ class Engine:
         """Run one turn. Returns outputs of request groups that ended or, if they stream, have a new token.
 
         Raises StepError if the device fails a step. Then requests that the step may have affected have ended, their
-        blocks are free, and the prefix cache is empty. Waiting requests continue with the next call.
+        blocks are free, and the prefix cache is empty. Waiting requests continue with the next call. If the weights
+        are incomplete, or the caller has deleted them, all requests have ended.
         """
         self.pipeline.raise_failure()
+        self._check_weights()
         collected = self._turn()
         began = time.monotonic()
         outputs = [] if collected is None else self._outputs.process(collected)
@@ -197,6 +204,12 @@ class Engine:
             else:
                 outputs += [] if collected is None else self._outputs.process(collected)
         return outputs
+
+    def _check_weights(self) -> None:
+        """End all requests and raise StepError if no step can run with the weights."""
+        if self._outputs.request_groups and (problem := self.runner.weights_problem()) is not None:
+            self.pipeline.drop()
+            raise StepError(self._outputs.fail_all(), EngineError(problem))
 
     def _turn(self) -> CollectedStep | None:
         """Schedule and dispatch a step, and collect the step before it."""
@@ -371,14 +384,39 @@ class Engine:
         self._asleep -= {"weights"} if weights else set()
         self._asleep -= {"kv_cache"} if kv_cache else set()
 
-    def set_params(self, params: Any) -> None:
-        """Use other weights of the same shapes from the next step on. Running requests continue with them."""
-        self.runner.set_params(params)
-        self.note_new_weights()
+    def update_weights(
+        self, leaves: Iterable[Any], *, version: WeightVersion | None = None, recompute: bool = False
+    ) -> WeightUpdate:
+        """Replace all weights. Running requests continue with the new ones. Call `flush` before.
 
-    def note_new_weights(self) -> None:
-        """Clear the prefix cache. Running requests keep their KV of the old weights, and no new request shares it."""
-        self._manager.names.note_new_weights(self._outputs.live_requests())
+        leaves:    as for `Runner.update_params`.
+        version:   label of the new weights; None: the number of updates so far.
+        recompute: running requests lose their KV, and recompute it with the new weights.
+
+        Raises EngineError, and the errors of `leaves`. If an error comes after the first leaf was replaced, the engine
+        has no weights, and the next `step` ends all requests.
+        """
+        if self.pipeline.has_steps:
+            raise EngineError("steps are in flight while the weights are replaced")
+        began = time.monotonic()
+        if recompute:
+            self.scheduler.preempt_all()
+        replaced = self.runner.update_params(leaves)
+        self.note_new_weights(version)
+        seconds = time.monotonic() - began
+        return WeightUpdate(
+            self.weight_version, replaced.num_leaves, replaced.num_by_reference, replaced.copied_bytes, seconds
+        )
+
+    def note_new_weights(self, version: WeightVersion | None = None) -> None:
+        """Clear the prefix cache. Running requests keep their KV of the old weights, and no new request shares it.
+
+        version: label of the new weights; None: the number of updates so far.
+        """
+        self._num_updates += 1
+        self.weight_version = self._num_updates if version is None else version
+        self._outputs.note_weights(self.weight_version)
+        self._manager.names.note_new_weights(self._outputs.live_requests(), self._num_updates)
         self.scheduler.note_new_weights()
 
     def start_over(self) -> None:
@@ -406,7 +444,7 @@ class Engine:
         runner, options = self.runner, self.options
         self._manager = KVCacheManager(
             runner.num_blocks, runner.block_size, runner.windows, max_chunk=runner.max_num_batched_tokens,
-            host_slots=runner.host_slots, transfer_costs=runner.transfer_costs,
+            host_slots=runner.host_slots, transfer_costs=runner.transfer_costs, weight_version=self._num_updates,
         )  # fmt: skip
         limits = SchedulerLimits(
             runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len,

@@ -34,7 +34,7 @@ from jpaged.engine.output.repetition import RepetitionWatch
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import EngineError, RequestError
-from jpaged.outputs import Logprob, RequestMetrics
+from jpaged.outputs import Logprob, RequestMetrics, WeightVersion
 from jpaged.params.repetition_detection import RepetitionDetectionParams
 from jpaged.params.sampling import FULL_FILTERS, NEUTRAL_COLUMNS, SamplingParams
 
@@ -106,8 +106,22 @@ class OutputState:
     num_emitted: int = 0                   # output tokens in the outputs that the caller has
     end_emitted: bool = False              # the caller has the finish reason
     stop_reason: int | str | None = None
+    # (number of output tokens before the change, version of the weights since then); set when the request is added
+    weight_changes: tuple[tuple[int, WeightVersion], ...] = ((0, 0),)
     # When the last token arrived, in `time.monotonic()`; 0 before the first one. `EngineMetrics` sets it steps later.
     last_token_time: float = 0.0
+
+    def note_weights(self, num_tokens: int, version: WeightVersion) -> None:
+        """Note that new weights compute the tokens from output token `num_tokens` on."""
+        before = tuple(change for change in self.weight_changes if change[0] < num_tokens)
+        self.weight_changes = (*before, (num_tokens, version))
+
+    def weight_changes_of(self, num_tokens: int) -> tuple[tuple[int, WeightVersion], ...]:
+        """The changes that the first `num_tokens` output tokens show. Without a token: the present weights."""
+        changes = self.weight_changes
+        if changes[-1][0] < num_tokens or not changes[-1][0]:
+            return changes
+        return tuple(change for change in changes if change[0] < max(num_tokens, 1))
 
 
 @dataclasses.dataclass(slots=True, eq=False)

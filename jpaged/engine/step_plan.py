@@ -12,7 +12,7 @@ Never: imports anything of `engine` or `runtime`.
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -306,6 +306,15 @@ class DeviceDrafter:
     absorb_rows: int = 0    # and in rows
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplacedLeaves:
+    """Counts of an update of the weights."""
+
+    num_leaves: int
+    num_by_reference: int  # leaves that are the caller's own arrays
+    copied_bytes: int      # of all others
+
+
 class Runner(Protocol[HandleT]):
     """The device, as the engine sees it: `runtime.runner.ModelRunner`, or `LeaderRunner` for several processes.
 
@@ -414,8 +423,15 @@ class Runner(Protocol[HandleT]):
         """Name the program of a plan, for a log. Any thread may call it."""
         ...
 
-    def set_params(self, params: Any) -> None:
-        """Use other weights of the same shapes from the next step on."""
+    def update_params(self, leaves: Iterable[Any]) -> ReplacedLeaves:
+        """Replace all weights, leaf by leaf. No step is in flight. leaves: `models.new_leaves.NewLeaf`s.
+
+        If it fails after the first leaf was dropped, `weights_problem` says so until a later call succeeds.
+        """
+        ...
+
+    def weights_problem(self) -> str | None:
+        """Reason why no step can run with the weights: half of them are replaced, or deleted. None: there is none."""
         ...
 
     def release(self) -> None:

@@ -32,6 +32,7 @@ from jpaged.phases import phase
 if TYPE_CHECKING:
     import numpy as np
 
+    from jpaged.frontend.weight_updates import WeightUpdater
     from jpaged.loading import LoadedModel
     from jpaged.models.spec import DecoderSpec, WeightLayout
     from jpaged.runtime.drafting.drafter_model import DrafterModel
@@ -53,6 +54,7 @@ class BuiltEngine:
     default_sampling_params: SamplingParams  # for requests without their own
     others: tuple[Engine, ...] = ()          # further engines, with data_parallel_size
     adapters: AdapterRegistry | None = None  # LoRA adapters; None without `enable_lora`
+    updater: "WeightUpdater | None" = None   # prepares updates of the weights; None: the runner is not JAX's
 
 
 def build_engine(
@@ -81,7 +83,8 @@ def build_engine(
         from jpaged.runtime.parallel.group_runner import LeaderRunner
 
         runner = LeaderRunner(runner, prepared.group)
-    runners, engines = (runner, *prepared.others), list[Engine]()
+    runners: tuple[Any, ...] = (runner, *prepared.others)
+    engines: list[Engine] = []
     try:
         for each in runners:
             first = engines[0] if engines else None
@@ -93,8 +96,11 @@ def build_engine(
         for opened in (*engines, *runners[len(engines) :]):
             opened.close()
         raise
+    from jpaged.frontend.weight_updates import WeightUpdater
+
+    updater = WeightUpdater(loaded, config, runners)
     return BuiltEngine(
-        engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]), prepared.adapters
+        engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]), prepared.adapters, updater
     )
 
 

@@ -17,8 +17,9 @@ from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError
 from jpaged.frontend.engine_access import CLOSED
 from jpaged.frontend.output_stream import OutputStream
-from jpaged.frontend.pausing import PauseMode
+from jpaged.frontend.pausing import PauseMode, UpdateMode
 from jpaged.lifetime import OwnProcess
+from jpaged.outputs import WeightUpdate
 
 T = TypeVar("T")
 
@@ -53,7 +54,14 @@ class Pause:
     answer: Future[None]
 
 
-Command = Add | Abort | Inspect | Call | Pause
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    mode: UpdateMode
+    work: Callable[[bool], WeightUpdate]  # replaces the weights; True: running requests recompute their KV
+    answer: Future[WeightUpdate]
+
+
+Command = Add | Abort | Inspect | Call | Pause | Update
 WhenFatal = Callable[[EngineError], None]
 
 

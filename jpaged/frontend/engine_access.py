@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -13,11 +13,12 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.observe.engine_stats import total_stats
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.pausing import check_version
 from jpaged.lifetime import OwnProcess
 from jpaged.lora.request import LoRARequest
 from jpaged.metric_families import Metric, families_of, metrics_of
 from jpaged.metrics import EngineMetricsSnapshot
-from jpaged.outputs import EngineStats
+from jpaged.outputs import EngineStats, WeightVersion
 from jpaged.params.pooling import PooledModel
 from jpaged.params.sampling import SamplingParams
 
@@ -40,6 +41,7 @@ class EngineAccess:
         self._engine: Engine | None = built.engine
         self._others = built.others  # further engines, with data_parallel_size
         self._adapters = built.adapters  # LoRA adapters; None without `enable_lora`
+        self._updater = built.updater
         self._made_in = OwnProcess()
 
     @classmethod
@@ -143,6 +145,24 @@ class EngineAccess:
         if not isinstance(lora_alpha, (int, float)) or isinstance(lora_alpha, bool):
             raise RequestError("lora_alpha", lora_alpha, "must be a number, such as that of the adapter's LoraConfig")
         return self.adapters.add_arrays(adapter, dict(arrays), {"alpha": lora_alpha, "use_rslora": use_rslora})
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """Version of the weights: 0 at the start, then that of the last `update_weights`.
+
+        With data_parallel_size, engines are updated one after another. The version is the last engine's.
+        """
+        return self.engines[-1].weight_version
+
+    def _prepared(self, weights: Any, layout: Any, version: object) -> Sequence[Callable[[], Iterable[Any]]]:
+        """Check an update of the weights. Returns for each engine a function that returns its leaves.
+
+        Raises RequestError and ModelLoadError. Changes nothing.
+        """
+        check_version(version)
+        if self._updater is None:
+            raise EngineError("update_weights: the engine's weights cannot be replaced")
+        return self._updater.prepare(weights, layout)
 
     def reset_stats(self) -> None:
         """Set counters and peaks of the statistics to zero."""

@@ -13,10 +13,11 @@ from concurrent.futures import InvalidStateError
 from jpaged.engine.engine import Engine
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.arrivals import Arrivals
-from jpaged.frontend.commands import Abort, Add, Call, Command, CommandQueue, Inspect, Pause
+from jpaged.frontend.commands import Abort, Add, Call, Command, CommandQueue, Inspect, Pause, Update
 from jpaged.frontend.engine_turns import EngineTurns
 from jpaged.frontend.live_requests import LiveRequests
 from jpaged.frontend.pause_control import PauseControl
+from jpaged.frontend.update_control import UpdateControl
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class EngineLoop:
     arrivals: Arrivals
     turns: EngineTurns
     pauses: PauseControl
+    updates: UpdateControl
 
     def run(self) -> None:
         """Carry out commands and step. Then end all requests, and close the engine."""
@@ -49,9 +51,11 @@ class EngineLoop:
                 if self._can_step:
                     self.turns.run(self.engine.step)
                     self.pauses.finish()
+                    self.updates.finish()
                     self.arrivals.publish()
                 elif self.turns.seconds_to_check == 0:
                     self.turns.check_integrity()
+            self.requests.is_held_for_update = False
             self.requests.add_held()
             self.requests.abort_all()
         except BaseException as error:
@@ -62,11 +66,11 @@ class EngineLoop:
     def _end(self, failure: EngineError | None) -> None:
         """End the commands and requests that are left, with an error."""
         ended, left, callbacks = self.commands.end(failure)
-        for command in (*left, *self.pauses.waiting):
+        for command in (*left, *self.pauses.waiting, *self.updates.waiting):
             match command:
                 case Add(request_group, stream):
                     self.requests.live[request_group.request_id] = stream
-                case Inspect(answer=answer) | Call(answer=answer) | Pause(answer=answer):
+                case Inspect(answer=answer) | Call(answer=answer) | Pause(answer=answer) | Update(answer=answer):
                     with contextlib.suppress(InvalidStateError):  # cancelled, or answered before the engine failed
                         answer.set_exception(ended)
         self.requests.post([(request_id, ended) for request_id in self.requests.live])
@@ -96,6 +100,7 @@ class EngineLoop:
             self._carry_out(commands.waiting[0])
             commands.waiting.popleft()  # last, so that `_end` finds a command that failed, and reports the failure
         if count:
+            self.updates.finish()  # an abort may have ended the last request
             self.arrivals.publish()
         return True
 
@@ -115,3 +120,5 @@ class EngineLoop:
                     answer.set_exception(error)
             case Pause(answer=answer) as pause if answer.set_running_or_notify_cancel():
                 self.pauses.pause(pause)
+            case Update(answer=answer) as update if answer.set_running_or_notify_cancel():
+                self.updates.begin(update)

@@ -13,8 +13,9 @@ Never: runs the engine on the caller's thread.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from jpaged.engine.engine import Engine
 from jpaged.engine.kv_cache.handover import KVHandover
@@ -22,15 +23,17 @@ from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError
 from jpaged.frontend.arrivals import Arrivals
-from jpaged.frontend.commands import Abort, Add, CommandQueue, Inspect, Pause
+from jpaged.frontend.commands import Abort, Add, CommandQueue, Inspect, Pause, Update
 from jpaged.frontend.engine_loop import EngineLoop
 from jpaged.frontend.engine_turns import EngineTurns
 from jpaged.frontend.live_requests import LiveRequests
 from jpaged.frontend.output_stream import OutputStream
 from jpaged.frontend.pause_control import PauseControl
-from jpaged.frontend.pausing import PauseMode
+from jpaged.frontend.pausing import PauseMode, UpdateMode
+from jpaged.frontend.update_control import UpdateControl
 from jpaged.frontend.watchdog import STALL_SECONDS, Watchdog
 from jpaged.lifetime import call_at_exit
+from jpaged.outputs import WeightUpdate, WeightVersion
 
 
 class EngineThread:
@@ -52,7 +55,10 @@ class EngineThread:
         self._watchdog = Watchdog(self._thread, engine.pipeline.describe, watchdog_seconds)
         self._turns = EngineTurns(engine, self._requests, self._watchdog)
         self._pauses = PauseControl(engine, self._requests, self._turns)
-        self._loop = EngineLoop(engine, self.commands, self._requests, self.arrivals, self._turns, self._pauses)
+        self._updates = UpdateControl(engine, self._requests, self._turns, self._pauses)
+        self._loop = EngineLoop(
+            engine, self.commands, self._requests, self.arrivals, self._turns, self._pauses, self._updates
+        )
         self._thread.start()
         self._forget_exit = call_at_exit(self.close)
 
@@ -127,6 +133,22 @@ class EngineThread:
         """Allocate the memory that sleep freed. Resume if all parts are awake. The future may raise EngineError."""
         return self.commands.call(lambda: self._pauses.wake_up(tags))
 
+    def update_weights(
+        self, leaves: Sequence[Callable[[], Iterable[Any]]], mode: UpdateMode, version: WeightVersion | None
+    ) -> Future[WeightUpdate]:
+        """Replace the weights, and treat running requests as `mode` says. Raises EngineError as `add`.
+
+        leaves: one function, which returns the leaves that `Engine.update_weights` takes.
+        """
+        [of_engine] = leaves
+        answer: Future[WeightUpdate] = Future()
+
+        def work(recompute: bool) -> WeightUpdate:
+            return self._engine.update_weights(of_engine(), version=version, recompute=recompute)
+
+        self.commands.submit(Update(mode, work, answer))
+        return answer
+
     @property
     def is_paused(self) -> bool:
         """True while new requests are held."""
@@ -144,7 +166,8 @@ class EngineThread:
     def check_health(self) -> None:
         """Raise EngineError when the engine has ended or stalls, or its last step or an integrity check failed."""
         self.commands.check_open()
-        self._turns.check_health(0 if self._pauses.is_frozen else len(self._requests.live))
+        stands_still = self._pauses.is_frozen or self._updates.is_updating
+        self._turns.check_health(0 if stands_still else len(self._requests.live))
 
     @property
     def is_preferred(self) -> bool:

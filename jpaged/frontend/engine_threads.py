@@ -10,18 +10,20 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jpaged.engine.engine import Engine
 from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError
 from jpaged.frontend.engine_thread import EngineThread
-from jpaged.frontend.pausing import PauseMode
+from jpaged.frontend.pausing import PauseMode, UpdateMode
 from jpaged.frontend.watchdog import STALL_SECONDS
+from jpaged.outputs import WeightUpdate, WeightVersion, joined_updates
 from jpaged.routing import ROUTERS, PrefixAffine, Router, prefix_names
 
 T = TypeVar("T")
@@ -134,6 +136,39 @@ class EngineThreads:
     def wake_up(self, tags: frozenset[str]) -> Future[None]:
         """Wake all engines up, as `EngineThread.wake_up`."""
         return self._ask_all(partial(EngineThread.wake_up, tags=tags), _nothing)
+
+    def update_weights(
+        self, leaves: Sequence[Callable[[], Iterable[Any]]], mode: UpdateMode, version: WeightVersion | None
+    ) -> Future[WeightUpdate]:
+        """Replace the weights of one engine after another, as `EngineThread.update_weights`. leaves: by engine.
+
+        The update ends at the first error. An engine that has ended is left out.
+        """
+        self._forget()
+        joined: Future[WeightUpdate] = Future()
+        updates: list[WeightUpdate] = []
+        left = deque(zip(self.threads, leaves, strict=True))
+
+        def continue_after(answered: Future[WeightUpdate] | None = None) -> None:
+            """Start the next engine's update. answered: of the engine before; None: there was none."""
+            try:
+                if answered is not None:
+                    updates.append(answered.result())
+                while left and not left[0][0].commands.is_open:
+                    left.popleft()
+                if left:
+                    thread, of_engine = left.popleft()
+                    thread.update_weights([of_engine], mode, version).add_done_callback(continue_after)
+                else:
+                    self.check_open()
+                    joined.set_result(joined_updates(updates))
+            except InvalidStateError:  # the caller has cancelled it
+                return
+            except BaseException as error:
+                joined.set_exception(error)
+
+        continue_after()
+        return joined
 
     @property
     def is_paused(self) -> bool:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from jpaged.engine.engine import Engine, Output
-from jpaged.errors import CapacityError, JPagedError, RequestError
+from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
 from jpaged.frontend.commands import Add
 from jpaged.frontend.output_stream import OutputStream
 
@@ -19,25 +19,28 @@ class LiveRequests:
     """Requests that wait or run.
 
     live: streams of all requests, by request id.
-    held: requests that arrived while the engine is paused, by request id. The engine does not know them.
+    held: requests that arrived while the engine is paused, or an update of the weights waits, by request id. The engine
+          does not know them.
+    is_held_for_update: an update of the weights waits.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.live: dict[str, OutputStream] = {}
         self.held: dict[str, Add] = {}
+        self.is_held_for_update = False
 
     def begin(self, add: Add, *, hold: bool) -> None:
         """Add a request whose room in the queue is checked. hold: do not add it to the engine yet."""
         self.live[add.request_group.request_id] = add.stream
-        if hold:
+        if hold or self.is_held_for_update:
             self.held[add.request_group.request_id] = add
         else:
             self._add(add)
 
     def add_held(self) -> None:
-        """Add the held requests to the engine."""
-        for request_id in tuple(self.held):
+        """Add the held requests to the engine, unless an update of the weights waits."""
+        for request_id in () if self.is_held_for_update else tuple(self.held):
             if add := self.held.pop(request_id, None):  # None: `post` found its event loop closed
                 self._add(add)
 
@@ -55,7 +58,7 @@ class LiveRequests:
     def _add(self, add: Add) -> None:
         try:
             self._engine.add(add.request_group)
-        except (RequestError, CapacityError) as error:  # concerns this request only
+        except (RequestError, CapacityError, EngineError) as error:  # concerns this request only
             self.post([(add.request_group.request_id, error)])
 
     def post(self, results: Iterable[tuple[str, Output | JPagedError]]) -> None:

@@ -1,4 +1,4 @@
-"""Checks the arguments of `pause_generation`, `sleep` and `wake_up`. Names and values are vLLM's."""
+"""Checks the arguments of `pause_generation`, `sleep`, `wake_up` and `update_weights`. The first three are vLLM's."""
 
 import enum
 from collections.abc import Sequence
@@ -15,6 +15,29 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"  # they end, with finish_reason 'abort'
     WAIT = "wait"    # the engine pauses when they have finished
     KEEP = "keep"    # they stop, and continue when the engine resumes
+
+
+class UpdateMode(enum.StrEnum):
+    """Treatment of running requests when the weights are replaced."""
+
+    WAIT = "wait"            # they finish first; new requests wait
+    KEEP = "keep"            # they continue with the new weights, and keep their KV
+    RECOMPUTE = "recompute"  # they continue with the new weights, and recompute their KV
+    ABORT = "abort"          # they end, with finish_reason 'abort'
+
+
+def update_mode(mode: str) -> UpdateMode:
+    """Return the mode of this name. Raises RequestError for an unknown name."""
+    try:
+        return UpdateMode(mode)
+    except ValueError:
+        raise RequestError("mode", mode, f"must be one of {', '.join(UpdateMode)}") from None
+
+
+def check_version(version: object) -> None:
+    """Raise RequestError unless `version` can be the version of weights. None: the number of updates so far."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
+        raise RequestError("version", version, "must be an integer or a text")
 
 
 def pause_mode(mode: str) -> PauseMode:

@@ -14,12 +14,12 @@ import numpy as np
 from jpaged.engine.step_plan import AdapterLoad, BlockMove, RowInit, RowMask, StepPlan, TransferCosts
 from jpaged.errors import EngineError
 from jpaged.models.adapters import AdapterPool
+from jpaged.models.new_leaves import slots_of
 from jpaged.models.spec import Params
 from jpaged.runtime.adapter_pool import compile_write_slot
 from jpaged.runtime.compile.blueprint import FittedBuild
 from jpaged.runtime.compile.program_table import Program, ProgramTable
 from jpaged.runtime.memory.sleeping import HostWeights
-from jpaged.runtime.new_params import check_params
 from jpaged.runtime.state import DeviceState
 from jpaged.runtime.step.batch import ForwardShape, pack, upload_long_rows
 from jpaged.runtime.step.block_moves import BlockMover
@@ -33,8 +33,10 @@ CLOSED = "the engine is closed: make a new one"
 class StageRunner:
     """Weights, state and forward programs of one stage."""
 
+    slots: Params                     # the `LeafSlot` of each array of `params`
     params: Params | None             # None while they are in host memory, and after `close`
-    _weights: tuple[jax.Array, ...]  # of `params`, as the forward programs take them
+    _weights: tuple[jax.Array, ...]   # of `params`, as the forward programs take them
+    _lent: tuple[jax.Array, ...]      # arrays of `params` that the caller may delete
 
     def __init__(
         self, build: FittedBuild, params: Params, programs: ProgramTable, *, host_slots: int, owns_params: bool,
@@ -55,6 +57,8 @@ class StageRunner:
             self._write_slot = compile_write_slot(options, self.placement, build.store)
         self.state: DeviceState | None = None  # None between `release` and `restore`, and after `close`
         self.released = False                  # True: `restore` may allocate the state
+        self.slots = slots_of(params)
+        self.closed = False
         self._owns_params = owns_params
         self._host_weights: HostWeights | None = None
         self._width = build.limits.width
@@ -67,6 +71,7 @@ class StageRunner:
     def _use(self, params: Params | None) -> None:
         self.params = params
         self._weights = () if params is None else flat_weights(self._with_adapters(params))
+        self._lent = () if params is None or self._owns_params else flat_weights(params)
 
     def _with_adapters(self, params: Params) -> Params:
         """The weights as programs take them: with the pools of adapters, if the engine has any."""
@@ -113,15 +118,30 @@ class StageRunner:
         if len(blocks):
             self.state = self.mover.write(self.live, blocks, contents)
 
-    def set_params(self, params: Params) -> None:
-        """Replace the weights. Raises ModelLoadError for a tree that differs, EngineError while the weights sleep."""
+    @property
+    def no_update(self) -> str | None:
+        """Reason why the weights cannot be replaced now; None: they can."""
         if self._host_weights is not None:
-            raise EngineError('the weights sleep: call wake_up(["weights"]) before they are replaced')
-        if self.params is None:
-            raise EngineError(CLOSED)
-        check_params(self.params, params)
+            return 'the weights sleep: call wake_up(["weights"]) before they are replaced'
+        return CLOSED if self.closed else None
+
+    def take_params(self) -> Params:
+        """Give up the weights: an empty tree if there are none. The caller's tree has the only references to them."""
+        params = self.params
+        self._use(None)
+        if params is None:
+            return {"layers": tuple({} for _ in self.slots["layers"])}
+        return {**params, "layers": tuple(dict(layer) for layer in params["layers"])}
+
+    def use_params(self, params: Params, *, owned: bool) -> None:
+        """Use new weights, with arrays that fit `slots`. owned: nothing else uses any of them."""
+        self._owns_params = owned
         self._use(params)
-        self._owns_params = False
+
+    @property
+    def has_params(self) -> bool:
+        """True if the weights are on the devices, and the caller has deleted none of them."""
+        return self.params is not None and not any(array.is_deleted() for array in self._lent)
 
     def recover(self) -> None:
         """Allocate an empty state if the old one was donated to a failed step, and likewise empty pools of adapters."""
@@ -153,7 +173,7 @@ class StageRunner:
         """Free the state, and drop the references to the weights."""
         self._free_state()
         self._free_adapters()
-        self.released, self._host_weights = False, None
+        self.released, self._host_weights, self.closed = False, None, True
         self._use(None)
 
     def _create_adapters(self) -> None:

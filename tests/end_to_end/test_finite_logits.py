@@ -12,6 +12,7 @@ from jpaged import LLM, ModelLoadError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import LogitsError
+from jpaged.loading.updates import copies
 from jpaged.models.spec import param_shapes
 from tests.support.tiny_engine import FULL, make_runner, sampling_programs
 
@@ -36,7 +37,7 @@ def test_weights_that_are_not_finite_are_refused_at_the_start(runner: str, value
 def runner() -> Any:
     runner = make_runner(SPEC, swap_space=0.0)
     embed = runner.params["embed"]
-    runner.set_params(runner.params | {"embed": embed.at[BAD].set(jnp.nan)})
+    runner.update_params(copies([runner.params | {"embed": embed.at[BAD].set(jnp.nan)}], runner.weight_slots))
     yield runner
     runner.close()
 

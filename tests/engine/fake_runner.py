@@ -16,7 +16,7 @@ written to.
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jpaged.engine.step_plan import (
     NO_ADAPTER,
     NOTHING_ALLOWED,
     BlockMove,
+    ReplacedLeaves,
     RowInit,
     RowMask,
     SamplerVariant,
@@ -86,6 +87,7 @@ class FakeRunner:
     device_drafter: None = None
     fail_at: frozenset[tuple[str, int]] = frozenset()
     weights: int = 0                                 # number of the weights that it has
+    problem: str | None = None                       # with the weights
     salt_of: Callable[[int], str] = lambda row: ""   # row -> salt of its request
     owner_of: Callable[[int], object] = lambda row: None  # row -> its request and how often that started; None: unknown
 
@@ -282,9 +284,18 @@ class FakeRunner:
         """There is no drafter on the device."""
         raise AssertionError
 
-    def set_params(self, params: int) -> None:
-        """Use other weights. params: their number, larger than all numbers before."""
-        self.weights = params
+    def update_params(self, leaves: Iterable[int]) -> ReplacedLeaves:
+        """Use other weights. leaves: two equal numbers, larger than all numbers before."""
+        assert self._collected == len(self.plans), "a step is in flight"
+        self.problem = "half of the weights"
+        first, second = leaves
+        assert first == second > self.weights
+        self.weights, self.problem = first, None
+        return ReplacedLeaves(2, 0, 8)
+
+    def weights_problem(self) -> str | None:
+        """Reason why no step can run."""
+        return self.problem
 
     def describe(self, plan: StepPlan) -> str:
         """Name the program of a plan."""

@@ -15,8 +15,9 @@ from jpaged.engine.request import Request
 class BlockNamer:
     """Names the blocks of all requests, and adds the names to the prefix index of their pool."""
 
-    def __init__(self, pool: BlockPool, block_size: int):
-        self._pool, self._block_size, self._weight_version = pool, block_size, 0
+    def __init__(self, pool: BlockPool, block_size: int, weight_version: int):
+        """weight_version: number of weight updates before."""
+        self._pool, self._block_size, self._weight_version = pool, block_size, weight_version
 
     def admit(self, request: Request, *, salt: str = "", shares: bool = True) -> None:
         """Set the root of a new request's block names. shares: other requests may use its blocks."""
@@ -33,9 +34,12 @@ class BlockNamer:
         """Let a request find the blocks that its parent computed for their common prompt."""
         request.kv.inherit_names(parent.kv)
 
-    def note_new_weights(self, requests: Iterable[Request]) -> None:
-        """Forget all cached KV. Blocks of `requests`, which may continue with their old KV, are never shared."""
-        self._weight_version += 1
+    def note_new_weights(self, requests: Iterable[Request], weight_version: int) -> None:
+        """Forget all cached KV. Blocks of `requests`, which may continue with their old KV, are never shared.
+
+        weight_version: number of weight updates so far.
+        """
+        self._weight_version = weight_version
         self._pool.forget_all()
         for request in requests:
             request.kv.make_private(f"{request.arrival} {self._weight_version}".encode())

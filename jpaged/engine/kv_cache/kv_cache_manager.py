@@ -42,6 +42,7 @@ class KVCacheManager:
         max_chunk: int = 1,
         host_slots: int = 0,
         transfer_costs: TransferCosts | None = None,
+        weight_version: int = 0,
     ):
         """Create an empty pool.
 
@@ -49,6 +50,7 @@ class KVCacheManager:
         max_chunk:      maximum number of tokens of one request in a step.
         host_slots:     blocks that fit into the host tier; 0: there is none.
         transfer_costs: measured cost of moving blocks to the host and back; None: moving costs nothing.
+        weight_version: number of weight updates before. It is part of every block's name.
         """
         pays = transfer_costs is None or transfer_costs.keeping_pays(block_size)
         tier = HostTier(host_slots) if host_slots and pays else None
@@ -58,7 +60,7 @@ class KVCacheManager:
         self.num_held = 0    # blocks in all block tables; a shared block counts once per table
         self.num_empty = 0   # slots of all block tables without a computed token
         self._sliding = SlidingWindows(self.windows, block_size)
-        self.names = BlockNamer(self.pool, block_size)
+        self.names = BlockNamer(self.pool, block_size, weight_version)
         self.prefixes = PrefixFinder(self.pool, self._sliding, transfer_costs)
         self._max_chunk = max_chunk
 

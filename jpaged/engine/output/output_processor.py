@@ -23,6 +23,7 @@ from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import FROM_DEVICE, RowMask, StepPlan
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
 from jpaged.errors import EngineError, LogitsError, RequestError
+from jpaged.outputs import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,18 @@ class OutputProcessor:
         for request_group in touched:
             self.end(request_group, RequestStatus.FAILED)
         return tuple(request_group.request_id for request_group in touched)
+
+    def note_weights(self, version: WeightVersion) -> None:
+        """Note in all live requests that new weights compute the tokens from now on. No step is in flight."""
+        for request_group in self.request_groups.values():
+            request_group.strategy.note_weights(request_group, version)
+
+    def fail_all(self) -> tuple[str, ...]:
+        """End all request groups, also those that wait. Returns their ids."""
+        live = list(self.request_groups.values())
+        for request_group in live:
+            self.end(request_group, RequestStatus.FAILED)
+        return tuple(request_group.request_id for request_group in live)
 
     def live_requests(self) -> Iterable[Request]:
         """All requests of all live request groups."""

@@ -22,7 +22,7 @@ from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import ScheduledStep
 from jpaged.engine.step_plan import NOTHING_ALLOWED, StepResult
 from jpaged.errors import EngineError, JPagedError, LogitsError, RequestError
-from jpaged.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from jpaged.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput, WeightVersion
 from jpaged.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -105,6 +105,12 @@ class Strategy(abc.ABC):
         """Requests that run or wait at the moment. For integrity checks."""
         followers = request_group.first.schedule.followers
         return [r for r in request_group.requests if not r.schedule.status.is_end and r not in followers]
+
+    def note_weights(self, request_group: "RequestGroup", version: WeightVersion) -> None:
+        """Note that new weights compute all tokens that have not arrived yet. No step is in flight."""
+        for request in request_group.requests:
+            if not request.schedule.status.is_end:
+                request.output.note_weights(request.num_output_tokens, version)
 
     @staticmethod
     def count_parameter(params: SamplingParams) -> str:

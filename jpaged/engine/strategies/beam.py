@@ -29,7 +29,7 @@ from jpaged.engine.strategies.base import (
 )
 from jpaged.engine.strategies.beam_search import BeamSearch, BeamStep, Hypothesis
 from jpaged.errors import EngineError
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, WeightVersion
 from jpaged.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,7 +88,11 @@ class BeamStrategy(Strategy):
         found = self.search.best(params.n)
         completions = [self._completion(request_group, index, each) for index, each in enumerate(found)]
         if not completions and status.is_end:  # it ended before its first step
-            completions.append(CompletionOutput(0, "", [], None, None, finish_reason=status.value))
+            changes = request_group.first.output.weight_changes_of(0)
+            completions.append(CompletionOutput(
+                0, "", [], None, None, finish_reason=status.value, weight_version=changes[-1][1],
+                weight_changes=changes,
+            ))  # fmt: skip
         return request_output(request_group, completions)
 
     def ending_with(self, request_group: "RequestGroup", request: Request) -> Sequence[Request]:
@@ -98,6 +102,10 @@ class BeamStrategy(Strategy):
     def scheduled(self, request_group: "RequestGroup") -> Collection[Request]:
         """Live beams, except beams on hold that were preempted: they are not in the waiting queue until `resume`."""
         return [beam for beam in self._beams if beam.schedule.row >= 0 or not beam.schedule.on_hold]
+
+    def note_weights(self, request_group: "RequestGroup", version: WeightVersion) -> None:
+        """As for all strategies. A token counts as new if new weights computed the candidates of one or more beams."""
+        request_group.first.output.note_weights(self.search.num_tokens, version)
 
     @staticmethod
     def count_parameter(params: SamplingParams) -> str:
@@ -142,6 +150,7 @@ class BeamStrategy(Strategy):
         token_ids, status = list(found.token_ids), first.schedule.status
         stopped = found.finish_reason == "stop"
         text = self._text(request_group, token_ids, stopped=stopped)
+        changes = first.output.weight_changes_of(len(token_ids))
         return CompletionOutput(
             index=index,
             text="" if text is None else text.whole(),
@@ -151,6 +160,8 @@ class BeamStrategy(Strategy):
             finish_reason=found.finish_reason or (status.value if status.is_end else None),
             stop_reason=stop_reason(first, token_ids[-1]) if stopped else None,
             text_offsets=None if text is None else text.offsets,
+            weight_version=changes[-1][1],
+            weight_changes=changes,
         )
 
     def _text(self, request_group: "RequestGroup", token_ids: list[int], *, stopped: bool) -> AnswerText | None:

@@ -55,4 +55,5 @@ class PoolStrategy(Strategy):
             finished=request_group.has_ended,
             metrics=request_group.metrics,
             num_cached_tokens=request_group.first.schedule.num_cached_tokens,
+            weight_version=request_group.first.output.weight_changes[-1][1],
         )

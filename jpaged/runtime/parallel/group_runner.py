@@ -61,9 +61,9 @@ class LeaderRunner:
         """Wait for a step. Every node has the result; node 0 alone reads it."""
         return self._runner.collect(handle.handle)
 
-    def set_params(self, params: Any) -> None:
+    def update_params(self, leaves: Any) -> Any:
         """Raise EngineError: weights cannot be sent to other nodes."""
-        raise EngineError(f"set_params: not possible with {self._group.size} processes; start all nodes again")
+        raise EngineError(f"update_weights: not possible with {self._group.size} processes; start all nodes again")
 
     @property
     def kv_layout(self) -> str:

@@ -1,0 +1,80 @@
+"""Leaves of a weight update, and what an engine's programs expect of them.
+
+`loading/updates.py` makes `NewLeaf`s from the caller's weights, and `ModelRunner.update_params` uses them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+
+from jpaged.models.spec import Params
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafSlot:
+    """An array of an engine's weights, as its programs were compiled for it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding
+    layout: Any  # of the memory; `jax.Array.format.layout`
+
+    @classmethod
+    def of(cls, array: jax.Array) -> Self:
+        """The slot of an array that an engine uses."""
+        return cls(array.shape, np.dtype(array.dtype), array.sharding, _layout_of(array))
+
+    def fits(self, array: jax.Array) -> bool:
+        """True if programs accept the array as it is. A deleted array does not fit."""
+        return (
+            array.shape == self.shape
+            and array.dtype == self.dtype
+            and self.is_here(array.sharding)
+            and not array.is_deleted()
+            and _layout_of(array) == self.layout
+        )
+
+    def moved(self, array: jax.Array) -> jax.Array:
+        """An array of this shape and dtype, on these devices and in this layout. No copy if it fits."""
+        if not self.is_here(array.sharding):
+            array = jax.device_put(array, self.sharding)
+        if _layout_of(array) != self.layout:  # a copy of its own: JAX cannot change devices and layout at once
+            array = jax.device_put(array, Format(self.layout, self.sharding))
+        return array
+
+    def is_here(self, sharding: jax.sharding.Sharding) -> bool:
+        """True if an array with this sharding has the same numbers on the same devices, in the same memory."""
+        if sharding == self.sharding:
+            return True
+        same_memory = sharding.memory_kind == self.sharding.memory_kind
+        return same_memory and sharding.is_equivalent_to(self.sharding, len(self.shape))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewLeaf:
+    """A leaf of a weight update. A leaf is `params[name]` or `params["layers"][layer][name]`.
+
+    make:         returns the leaf as the engine's `LeafPlacer` does: an array, a quantised weight, or with pipeline
+        stages and no layer, a part for each stage. Called once the engine has dropped the old leaf.
+    by_reference: the leaf is the caller's own array.
+    owned:        the caller has no array that shares memory with the leaf, so that the engine may delete it.
+    """
+
+    layer: int | None  # None: outside of layers
+    name: str
+    make: Callable[[], Any]
+    by_reference: bool = False
+    owned: bool = False
+
+
+def _layout_of(array: Any) -> Any:
+    return array.format.layout
+
+
+def slots_of(params: Params) -> Params:
+    """The slot of each array of a tree of weights."""
+    return jax.tree.map(LeafSlot.of, params)

@@ -1,0 +1,192 @@
+"""`update_weights` of LLM and AsyncLLM: what running requests do, and the version in every output."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import LLM, AsyncLLM, EngineError, ModelLoadError, RequestError, SamplingParams
+from jpaged.engine.engine import Engine
+from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.engine_config import engine_config
+from jpaged.frontend.pausing import UpdateMode
+from jpaged.models.spec import DecoderSpec, Rope
+from tests.engine.fake_runner import alone
+from tests.support.random_decoder import random_params
+from tests.support.slow_runner import SlowRunner, until, until_idle
+from tests.support.tiny_engine import sampling_programs
+
+LONG = SamplingParams(temperature=0, max_tokens=60)
+SHORT = SamplingParams(temperature=0, max_tokens=4)
+
+
+class NumberUpdater:
+    """Makes the leaves of FakeRunner's weights, which are numbers."""
+
+    def prepare(self, weights: Any, layout: Any) -> list[Any]:
+        if weights < 0:
+            raise ModelLoadError("params.embed is missing")
+        return [lambda: [weights, weights]]
+
+
+@pytest.fixture
+def runner() -> SlowRunner:
+    return SlowRunner(max_model_len=2000, num_blocks=2000)
+
+
+@pytest.fixture
+def engine(runner: SlowRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+    def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
+        config = engine_config(model, options)
+        return BuiltEngine(Engine(runner), config, None, None, SHORT, updater=NumberUpdater())
+
+    monkeypatch.setattr("jpaged.async_llm.build_engine", build)
+    engine = AsyncLLM("model")
+    yield engine
+    engine.close()
+
+
+async def last(engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> Any:
+    output = None
+    async for output in engine.generate(prompt, params):  # noqa: B007
+        pass
+    return output.outputs[0]
+
+
+async def started(engine: AsyncLLM, count: int) -> list[asyncio.Task]:
+    """Requests that have generated their first tokens."""
+    before = engine.stats().generated_tokens
+    tasks = [asyncio.create_task(last(engine, [i, i + 1, 7], LONG)) for i in range(count)]
+    await until(lambda: engine.stats().generated_tokens > before + 3 * count)
+    return tasks
+
+
+def run(main: Any) -> None:
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "abort", "wait"])
+def test_running_requests(engine: AsyncLLM, runner: SlowRunner, mode: str):
+    async def main() -> None:
+        tasks = await started(engine, 4)
+        updating = asyncio.create_task(engine.update_weights(1, mode=mode, version="step-1"))
+        if mode == "wait":
+            await asyncio.sleep(0.01)
+            late = asyncio.create_task(last(engine, [50, 51], SHORT))
+            assert not updating.done()
+        else:
+            await updating
+            late = asyncio.create_task(last(engine, [50, 51], SHORT))
+        for i, answer in enumerate(await asyncio.gather(*tasks)):
+            tokens = alone([i, i + 1, 7], 60, 97)
+            assert answer.token_ids == tokens[: len(answer.token_ids)]
+            if mode in ("keep", "recompute"):
+                assert answer.token_ids == tokens
+                first, second = answer.weight_changes
+                assert first == (0, 0)
+                assert 0 < second[0] < 60
+                assert second[1] == answer.weight_version == "step-1"
+            else:
+                assert answer.finish_reason == ("abort" if mode == "abort" else "length")
+                assert answer.weight_changes == ((0, 0),)
+        result = await updating
+        assert (result.version, engine.weight_version) == ("step-1", "step-1")
+        answer = await late
+        assert answer.token_ids == alone([50, 51], 4, 97)
+        assert answer.weight_changes == ((0, "step-1"),)
+        assert engine.stats().preemptions == (4 if mode == "recompute" else 0)
+        await until_idle(engine)
+
+    run(main)
+    engine.engine.check_integrity()
+
+
+def test_a_waiting_update_and_a_pause(engine: AsyncLLM):
+    async def main() -> None:
+        tasks = await started(engine, 2)
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        with pytest.raises(RequestError, match="the engine is paused with running requests"):
+            await engine.update_weights(1, mode="wait")
+        await engine.update_weights(1)
+        await engine.resume_generation()
+        updating = asyncio.create_task(engine.update_weights(2, mode="wait"))
+        await asyncio.sleep(0.01)
+        await engine.pause_generation(mode="abort")  # the last request ends, and the update begins
+        assert (await updating).version == 2
+        late = asyncio.create_task(last(engine, [50, 51], SHORT))
+        await asyncio.sleep(0.01)
+        assert not late.done()
+        await engine.resume_generation()
+        assert (await late).weight_changes == ((0, 2),)
+        assert all(task.done() for task in tasks)
+
+    run(main)
+
+
+def test_refused_and_failed_updates(engine: AsyncLLM, runner: SlowRunner):
+    async def main() -> None:
+        [task] = await started(engine, 1)
+        with pytest.raises(ModelLoadError, match="embed is missing"):
+            await engine.update_weights(-1)
+        with pytest.raises(RequestError, match="mode must be one of"):
+            await engine.update_weights(1, mode="later")
+        with pytest.raises(RequestError, match="version must be an integer or a text"):
+            await engine.update_weights(1, version=1.5)
+        assert engine.weight_version == 0
+        too_many = engine._engine_thread.update_weights([lambda: [1, 1, 1]], UpdateMode.KEEP, None)
+        with pytest.raises(ValueError, match="too many values"):  # in the middle
+            await asyncio.wrap_future(too_many)
+        with pytest.raises(EngineError, match="half of the weights"):
+            await task
+        with pytest.raises(EngineError, match="half of the weights"):
+            await last(engine, [50, 51], SHORT)
+        assert (await engine.update_weights(2)).version == 1
+        assert (await last(engine, [50, 51], SHORT)).weight_version == 1
+
+    run(main)
+
+
+SPEC = DecoderSpec(
+    vocab_size=256, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    max_position=256, rope=Rope(),
+)  # fmt: skip
+OPTIONS = {
+    "max_num_seqs": 8, "row_buckets": (8,), "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 16,
+    "kv_cache_memory_bytes": 1 << 22,
+}  # fmt: skip
+
+
+def test_live_arrays_of_two_engines():
+    """Both engines use the caller's buffers, before and after. Each new tree gives other answers."""
+    trees = [random_params(SPEC, seed) for seed in range(2)]
+    prompts = [[*range(40), i] for i in range(4)]
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with sampling_programs(), LLM(SPEC, params=trees[0], data_parallel_size=2, **OPTIONS) as llm:
+        answers = []
+        for number, tree in enumerate([*trees, trees[0]]):
+            if number:
+                result = llm.update_weights(tree, version=7 if number == 2 else None)
+                assert (result.copied_bytes, result.num_by_reference) == (0, result.num_leaves)
+                assert result.version == llm.weight_version == (7 if number == 2 else 1)
+            for engine in llm.engines:
+                pairs = zip(jax.tree.leaves(engine.runner.params), jax.tree.leaves(tree), strict=True)
+                assert all(a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer() for a, b in pairs)
+            answers.append([out.outputs[0] for out in llm.generate(prompts, greedy, use_tqdm=False)])
+        assert [a.weight_version for each in answers for a in each] == [0] * 4 + [1] * 4 + [7] * 4
+        tokens = [[answer.token_ids for answer in each] for each in answers]
+        assert tokens[0] == tokens[2] != tokens[1]
+        assert llm.stats().compiles_after_ready == 0
+        with pytest.raises(RequestError, match="a call inside a function that JAX traces"):
+            jax.jit(llm.update_weights)(trees[1])
+        with pytest.raises(ModelLoadError, match="all arrays must have one dtype"):
+            llm.update_weights(trees[1] | {"final_norm": jnp.ones(64, np.float16)})
+        jax.tree.map(lambda leaf: leaf.delete(), trees[0])
+        with pytest.raises(EngineError, match="the weights were deleted"):
+            llm.generate(prompts, greedy, use_tqdm=False)
+        llm.update_weights(trees[1])
+        again = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
+        assert again == tokens[1]
