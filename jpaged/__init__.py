@@ -14,6 +14,7 @@ from jpaged.version import __version__
 if TYPE_CHECKING:
     from jpaged.async_llm import AsyncLLM
     from jpaged.llm import LLM, generate
+    from jpaged.loading.trees import TrainerTree, from_trainer
     from jpaged.lora.request import LoRARequest
     from jpaged.outputs import (
         ClassificationOutput,
@@ -43,6 +44,7 @@ EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names
 _MODULES = {
     "jpaged.async_llm": ("AsyncLLM",),
     "jpaged.llm": ("LLM", "generate"),
+    "jpaged.loading.trees": ("TrainerTree", "from_trainer"),
     "jpaged.lora.request": ("LoRARequest",),
     "jpaged.outputs": (
         "ClassificationOutput", "CompletionOutput", "EmbeddingOutput", "EngineStats", "Logprob", "PoolingRequestOutput",
@@ -86,6 +88,8 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "EngineConfig",
+    "TrainerTree",
+    "from_trainer",
     "SpeculationConfig",
     "LoRARequest",
     "EngineArgs",

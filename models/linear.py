@@ -86,7 +86,8 @@ def _product(
     """`linear` for one matrix, an array or a QuantizedWeight."""
     if isinstance(weight, QuantizedWeight):
         return quantized_dot(x, weight, x.shape[0] if context.num_rows is None else context.num_rows, dtype=dtype)
-    weight = weight.reshape(-1, weight.shape[-1])
+    # A trainer's matrix may have an axis of heads: [in, heads, head_dim] or [heads, head_dim, in]
+    weight = weight.reshape((x.shape[1], -1) if transposed else (-1, x.shape[1]))
     outputs = weight.shape[0]
     if outputs < min_outputs:
         weight = jnp.pad(weight, ((0, min_outputs - outputs), (0, 0)))

@@ -14,6 +14,7 @@ from jpaged.models.spec import FLOAT32_LEAVES, DecoderSpec, WeightLayout, param_
 
 _SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+_HEAD_MATRICES = ("q", "k", "v", "o")  # may have an axis of heads and one of head_dim
 _TOP_MATRICES = ("lm_head", "project_in", "project_out")
 _PASS_LAYOUT = "pass layout=jpaged.models.spec.WeightLayout(split_qkv=…, split_gate_up=…, transposed=frozenset({…}))"
 
@@ -71,9 +72,9 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     found = _detect_layout(spec, params, layers) if layout is None else layout
     expected = layout_shapes(spec, dtype, found)
     for i, (layer, shapes) in enumerate(zip(layers, expected["layers"], strict=True)):
-        _check_leaves(f"layers[{i}]", layer, shapes, dtype)
+        _check_leaves(f"layers[{i}]", layer, shapes, dtype, spec)
     # A pooling model needs no lm_head, but may have one.
-    _check_leaves("", params, expected, dtype, unused={"layers", "lm_head"} if spec.pools else {"layers"})
+    _check_leaves("", params, expected, dtype, spec, unused={"layers", "lm_head"} if spec.pools else {"layers"})
     checked = {name: params[name] for name in expected} | {"layers": tuple(dict(layer) for layer in layers)}
     return LiveParams(checked, found, dtype)
 
@@ -97,6 +98,22 @@ def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[s
             layer |= {n: jax.ShapeDtypeStruct(both.shape[1:], both.dtype) for n in _SPLITS["gate_up"]}
         layers.append({name: turned(name, leaf) for name, leaf in layer.items()})
     return {name: turned(name, leaf) for name, leaf in tree.items() if name != "layers"} | {"layers": tuple(layers)}
+
+
+def merged_shape(found: Sequence[int], wanted: Sequence[int], spec: DecoderSpec) -> tuple[int, ...]:
+    """The shape of a matrix, with its axes of heads and head_dim as one: [heads, head_dim, in] is [out, in].
+
+    wanted: the shape [out, in] or [in, out] that shows which of its axes has the heads.
+    """
+    found = tuple(found)
+    if len(found) != 3:
+        return found
+    for axis in (0, 1):
+        heads = found[axis : axis + 2]
+        merged = (*found[:axis], math.prod(heads), *found[axis + 2 :])
+        if heads[1] == spec.head_dim and heads[0] in (spec.num_heads, spec.num_kv_heads) and merged == tuple(wanted):
+            return merged
+    return found
 
 
 def _check_layout(layout: WeightLayout) -> None:
@@ -141,7 +158,7 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
         """Return True if the leaf is stored [in, out], False if [out, in], None if it is square."""
         if len(shape) != 2 or shape[0] == shape[1]:
             return None
-        return tuple(leaf.shape) == shape[::-1]
+        return merged_shape(leaf.shape, shape[::-1], spec) == shape[::-1]
 
     wanted = expected["layers"][0] if layers else {}
     seen = {n: is_turned(first[n], wanted[n].shape) for n in _LAYER_MATRICES if n in first and n in wanted}
@@ -172,8 +189,9 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
 
 
 def _check_leaves(
-    path: str, leaves: Mapping[str, Any], shapes: Mapping[str, Any], dtype: np.dtype, unused: Set[str] = frozenset()
-) -> None:
+    path: str, leaves: Mapping[str, Any], shapes: Mapping[str, Any], dtype: np.dtype, spec: DecoderSpec,
+    unused: Set[str] = frozenset(),
+) -> None:  # fmt: skip
     def name(leaf: str) -> str:
         return f"params.{path}.{leaf}" if path else f"params.{leaf}"
 
@@ -182,9 +200,10 @@ def _check_leaves(
             raise ModelLoadError(
                 f"{name(leaf)} is missing; the config calls for {dtype.name}{list(shapes[leaf].shape)}"
             )
-        if tuple(leaves[leaf].shape) != shapes[leaf].shape:
+        wanted, found = shapes[leaf].shape, tuple(leaves[leaf].shape)
+        if (merged_shape(found, wanted, spec) if leaf in _HEAD_MATRICES else found) != wanted:
             raise ModelLoadError(
-                f"{name(leaf)} has shape {list(leaves[leaf].shape)}, the config calls for {list(shapes[leaf].shape)}"
+                f"{name(leaf)} has shape {list(found)}, the config calls for {list(wanted)}"
             )
     extra = sorted(leaves.keys() - shapes.keys() - unused)
     if extra:

@@ -34,6 +34,7 @@ from jpaged.loading.kv_scales import read_kv_scales
 from jpaged.loading.live import check_live, config_values
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
+from jpaged.loading.trees import is_engine_tree, read_tree
 from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights, planned_shapes
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
@@ -280,6 +281,13 @@ def _from_live(
         check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
     spec = for_runner(spec, config.runner)
+    if not is_engine_tree(params):
+        tree = read_tree(spec, params)
+        spec, params, layout = tree.spec, tree.params, tree.layout
+        logger.info(
+            "the weights have %s's names: %d of %d leaves are used without a copy, and %.1f MB are copied",
+            tree.kind, tree.num_by_reference, len(tree.leaves), tree.copied_bytes / 1e6,
+        )  # fmt: skip
     live = check_live(spec, params, layout)
     if config.dtype not in ("auto", live.dtype.name):
         resolve_dtype(config.dtype, None, spec)
