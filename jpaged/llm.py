@@ -51,13 +51,14 @@ from jpaged.outputs import (
 from jpaged.params.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.params.scoring import ScoringParams
 from jpaged.parsers.definitions import checked_tool_choice, checked_tools
 from jpaged.phases import told_start
 from jpaged.routing import ROUTERS, prefix_names
 from jpaged.snapshot import EngineSnapshot
 
 Message = Mapping[str, Any]  # role and content
-Params = SamplingParams | PoolingParams
+Params = SamplingParams | PoolingParams | ScoringParams
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 INSPECT_SECONDS = 0.05  # interval at which `inspect` tries to answer itself, if no call of another thread does
 
@@ -122,21 +123,39 @@ class LLM(EngineAccess):
         outputs = self._answer(prompts, "sampling_params", params, use_tqdm, priority, lora_request)
         return cast(list[RequestOutput], outputs)
 
-    def score(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: UseTqdm = True) -> list[ScoreOutput]:
-        """Return how likely each token of each text is, given the tokens before it. One output per text, in order.
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        num_prompt_tokens: int | Sequence[int] = 1,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequests = None,
+    ) -> list[ScoreOutput]:
+        """Return how likely the tokens of each text are, given the tokens before them. One output per text, in order.
 
-        The log-probabilities are the model's own: temperature, penalties and filters do not change them. They are
-        computed as in generation: in float32 on CPU they equal those of `generate` bit for bit. A text has at most
-        max_model_len - 1 tokens. Raises the errors of `generate`.
+        They are the log-probabilities that `generate` returns for an answer, and in float32 on CPU equal bit for bit.
+
+        prompts:           a prompt and its answer, as one list of token ids; or a text, as for `generate`. At most
+            max_model_len - 1 tokens.
+        sampling_params:   with logprobs_mode="processed_logprobs" or "processed_logits": the parameters that the answer
+            was sampled with, one for all texts or a list with one each. None, and in other modes: the model's own
+            distribution. Parameters whose mask differs from token to token are refused: `min_tokens`, structured
+            outputs, a reasoning budget, bad words of several tokens.
+        num_prompt_tokens: tokens before the first scored one, for all texts or a list with one each. The prefix cache
+            supplies the KV of these tokens, but not of the last one.
+
+        Raises the errors of `generate`.
         """
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        outputs = []
-        for output in self.generate(prompts, params, use_tqdm=use_tqdm):
-            pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
-            logprobs = [entries[token_id] for token_id, entries in pairs if entries is not None]
-            scores = [entry.logprob for entry in logprobs], [entry.rank or 0 for entry in logprobs]
-            outputs.append(ScoreOutput(output.prompt_token_ids, *scores))
-        return outputs
+        each = prompt_list(prompts)
+        given = one_each("sampling_params", sampling_params, len(each))
+        counts = one_each("num_prompt_tokens", num_prompt_tokens, len(each))
+        params = [ScoringParams(*one) for one in zip(given, counts, strict=True)]
+        outputs = cast(list[RequestOutput], self._answer(each, "sampling_params", params, use_tqdm, None, lora_request))
+        scores = [output.score for output in outputs if output.score is not None]
+        if len(scores) < len(outputs):
+            raise EngineError("a text could not be scored: the log says why")
+        return scores
 
     def take_kv(self, prompt: Prompt) -> bytes:
         """Compute a prompt, and return the KV of its full blocks, for `put_kv` of another engine or process.
@@ -505,7 +524,7 @@ class LLM(EngineAccess):
             ids = {group.request_id for group in request_groups}
             for index, group in enumerate(request_groups):
                 _await_parts(group, index, len(request_groups))
-            reads = all(isinstance(param, PoolingParams) or param.max_tokens == 1 for param in params)
+            reads = not any(isinstance(param, SamplingParams) and param.max_tokens != 1 for param in params)
             progress = Progress(use_tqdm, len(ids), self.stats, counts_prompts=reads)
             try:
                 if self._others:

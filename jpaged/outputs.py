@@ -117,6 +117,7 @@ class RequestOutput:
 
     num_cached_tokens: prompt tokens that a prefix hit saved computing.
     prompt_logprobs:   if requested, one entry per prompt token, like `CompletionOutput.logprobs`; None for the first.
+    score:             only inside of `LLM.score`.
     """
 
     request_id: str
@@ -127,6 +128,7 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    score: "ScoreOutput | None" = None
 
     def followed_by(self, later: "RequestOutput") -> "RequestOutput":
         """Join this output with the next one, both with output_kind DELTA. Used if this one was not read in time."""
@@ -137,18 +139,19 @@ class RequestOutput:
         return dataclasses.replace(later, outputs=[answers[index] for index in sorted(answers)])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ScoreOutput:
-    """How likely the model finds a text: each token but the first, given all tokens before it."""
+    """How likely the tokens of a text are, each given all tokens before it."""
 
-    prompt_token_ids: list[int]
-    logprobs: list[float]  # natural logarithms, of prompt_token_ids[1:]
-    ranks: list[int]       # 1 = the model's own choice
+    prompt_token_ids: list[int]  # the whole text
+    num_prompt_tokens: int       # the scored tokens are prompt_token_ids[num_prompt_tokens:]
+    logprobs: np.ndarray         # float32[scored tokens]  see `EngineConfig.logprobs_mode`
+    ranks: np.ndarray            # int32[scored tokens]    1 = the most likely token
 
     @property
     def cumulative_logprob(self) -> float:
-        """Log-probability of the whole text, given its first token."""
-        return sum(self.logprobs)
+        """Log-probability of all scored tokens, given the tokens before them."""
+        return float(self.logprobs.sum(dtype=np.float64))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

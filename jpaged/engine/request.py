@@ -32,7 +32,7 @@ from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.reasoning_budget import ReasoningBudget
 from jpaged.engine.output.repetition import RepetitionWatch
 from jpaged.engine.sampling_extras import SamplingExtras
-from jpaged.engine.step_plan import SamplerVariant
+from jpaged.engine.step_plan import SamplerVariant, Scores
 from jpaged.errors import EngineError, RequestError
 from jpaged.outputs import Logprob, RequestMetrics, WeightVersion
 from jpaged.params.repetition_detection import RepetitionDetectionParams
@@ -97,6 +97,7 @@ class OutputState:
 
     logprobs: list[dict[int, Logprob]] | None = None                # None: not requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None: not requested
+    scores: list[Scores] | None = None                              # of each step's tokens; None: nothing is scored
     cumulative_logprob: float | None = None                         # None: not requested
     repetition: RepetitionWatch | None = None
     reasoning_budget: ReasoningBudget | None = None
@@ -146,6 +147,9 @@ class Request:
     arrival: int = -1              # position in the order of arrival; set by `admit`
     is_beam: bool = False          # the host chooses the next token, from the candidates of all beams
     pools_tokens: bool = False     # the answer has a vector for each token of the prompt
+    # The prompt is a text to score, from this token on (at least 1). None: the request generates, or is pooled.
+    score_from: int | None = None
+    scores_processed: bool = False # score by the distribution from which `params` samples, not by the model's own
     prediction_token_ids: tuple[int, ...] = ()  # expected answer, whose tokens may become drafts; empty: none
     extras: SamplingExtras | None = None  # sampling state that has no column in the request table
     adapter: LoadedAdapter | None = None  # LoRA adapter; set by `admit`. None: the base model alone
@@ -166,7 +170,10 @@ class Request:
         self.stop_ids = self.eos_token_ids.union(own) if own else self.eos_token_ids
         if params.logprobs is not None:
             output.logprobs = []
-        if params.prompt_logprobs is not None and self.index == 0:  # all requests of a group have the same prompt
+        if self.score_from is not None:
+            output.scores, self.schedule.num_scored = [], self.score_from
+            self.sampler = SamplerVariant.GREEDY  # one token, which is dropped
+        elif params.prompt_logprobs is not None and self.index == 0:  # all requests of a group have the same prompt
             output.prompt_logprobs, self.schedule.num_scored = [None], 1
         if params.needs_logprobs:
             output.cumulative_logprob = 0.0
@@ -202,11 +209,19 @@ class Request:
     @property
     def scores_prompt(self) -> bool:
         """Whether the answer has log-probabilities, or a vector, for each token of the prompt."""
-        return self.pools_tokens or self.output.prompt_logprobs is not None
+        return self.pools_tokens or self.output.prompt_logprobs is not None or self.score_from is not None
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Maximum tokens from the prefix cache: not the last one, and none whose hidden state is scored."""
+        known = len(self.token_ids) - 1
+        return known if self.score_from is None else min(known, self.schedule.num_scored - 1)
 
     @property
     def skips_prefix_cache(self) -> bool:
         """Whether the request starts without any cached KV."""
+        if self.score_from is not None:
+            return False
         if self.scores_prompt and self.schedule.num_scored < self.prompt_len:
             return True  # log-probabilities and vectors of a token need its hidden state
         # Only request 0 of a group scores the prompt. The others may use the KV that it has computed.

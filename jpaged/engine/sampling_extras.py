@@ -82,13 +82,16 @@ class SamplingExtras:
 
     def row_extras(self, request: "Request") -> RowExtras:
         """Return the extras to upload when a row starts, or resumes, with the request's known tokens."""
+        known, prompt_len = request.token_ids, request.prompt_len
+        if request.score_from is not None:  # the tokens after `score_from` count as sampled, once they are scored
+            known, prompt_len = known[: request.schedule.num_scored], request.score_from
         return RowExtras(
-            token_ids=np.array(request.token_ids, np.int32) if self._counts else None,
-            prompt_len=request.prompt_len,
+            token_ids=np.array(known, np.int32) if self._counts else None,
+            prompt_len=prompt_len,
             bias_ids=None if self._bias is None else self._bias[0],
             bias=None if self._bias is None else self._bias[1],
             scores_bias_ids=bool(self._scored),
-            mask=self.mask(request.token_ids, request.num_output_tokens) if self.masks else None,
+            mask=self.mask(known, len(known) - prompt_len) if self.masks else None,
             custom=self._custom,
         )
 

@@ -221,10 +221,11 @@ class StepPlan:
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
     # masks that change before this step samples, and are known now; `Runner.sample` adds those known later
     masks: tuple[RowMask, ...] = ()
-    # int32[3, S]  prompt tokens to score. scored[0]: index among the step's tokens (decodes first, then prompt_tokens).
+    # int32[4, S]  prompt tokens to score. scored[0]: index among the step's tokens (decodes first, then prompt_tokens).
     # scored[1]: id of the next token, whose log-probability is requested; of the token itself if the model pools.
-    # scored[2]: slot of the request's adapter
-    scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((3, 0), np.int32))
+    # scored[2]: slot of the request's adapter. scored[3]: row of the request table, to score by the distribution from
+    # which the row samples; -1: by the model's own
+    scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((4, 0), np.int32))
     # adapters to write into their slots before the step, in order
     adapter_loads: tuple[AdapterLoad, ...] = ()
     # Some masks depend on tokens in flight, or are computed while the forward program runs (grammars, reasoning
@@ -262,6 +263,10 @@ class Scores:
     ranks: np.ndarray         # int32[S]
     top_ids: np.ndarray       # int32[S, K]
     top_logprobs: np.ndarray  # float32[S, K]
+
+    def some(self, entries: slice) -> "Scores":
+        """The log-probabilities of some of the tokens."""
+        return Scores(*(array[entries] for array in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -331,6 +336,7 @@ class Runner(Protocol[HandleT]):
     max_model_len: int
     vocab_size: int
     max_logprobs: int
+    logprobs_mode: str           # see `EngineConfig`
     # Longer sequences need KV computed with a rope_len above this length (longrope). None: the rope never switches.
     longrope_switch_len: int | None
     host_slots: int                        # slots of the host tier; 0: there is none

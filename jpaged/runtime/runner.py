@@ -103,7 +103,7 @@ class ModelRunner(EnginePrograms):
         # (token, expert) pairs of one token, summed over the layers with experts. 0: experts are not split over devices
         self._pairs_of_token = blueprint.pairs_of_token
         self.hidden_bytes = self.spec.hidden_size * blueprint.dtype.itemsize  # per token
-        self.max_logprobs = blueprint.num_logprobs
+        self.max_logprobs, self.logprobs_mode = blueprint.num_logprobs, self._config.logprobs_mode
         self.max_drafts = blueprint.max_drafts
         self.num_adapter_slots = 0 if blueprint.model.adapters is None else blueprint.model.adapters.slots
         shapes = blueprint.program_shapes

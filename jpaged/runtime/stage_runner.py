@@ -24,7 +24,7 @@ from jpaged.runtime.state import DeviceState
 from jpaged.runtime.step.batch import ForwardShape, pack, upload_long_rows
 from jpaged.runtime.step.block_moves import BlockMover
 from jpaged.runtime.step.forward import flat_weights, run_forward
-from jpaged.runtime.step.output_programs import OutputShape, lm_head_params, uses_extras
+from jpaged.runtime.step.output_programs import OutputShape, lm_head_params, score_lines, uses_extras
 from jpaged.runtime.step.row_extras import ExtrasUploader
 
 CLOSED = "the engine is closed: make a new one"
@@ -226,20 +226,30 @@ class LastStageRunner(StageRunner):
                 self.state = self._uploader.start(self.live, init)
 
     def score(self, scored: np.ndarray) -> tuple[jax.Array, ...]:
-        """Log-probabilities of known tokens, or vectors if the model pools. Runs in chunks, to limit live logits."""
+        """Log-probabilities of known tokens, or vectors if the model pools. Runs in chunks, to limit live logits.
+
+        scored: see `StepPlan`.
+        """
         if not scored.shape[1]:
             return ()
         chunks, pools, programs = [], self._spec.pools, self.programs
         size = self.live.output_rows.shape[1] if pools else programs.score().shape.tokens
         for first in range(0, scored.shape[1], size):
-            places, ids, slots = scored[:, first : first + size]
-            packed = np.full((2 if pools or self.adapters is None else 3, size), -1 if pools else 0, np.int32)
-            packed[1, : len(places)] = places
-            if not pools:
-                packed[0, : len(ids)] = ids
-            if len(packed) > 2:
+            places, ids, slots, rows = scored[:, first : first + size]
+            if pools:
+                packed = np.full((2, size), -1, np.int32)
+                packed[1, : len(places)] = places
+                chunks.append(self._run_output(programs.pooler(len(places)), packed))
+                continue
+            scorer = programs.score()
+            packed = np.zeros((score_lines(scorer.shape, adapters=self.adapters is not None), size), np.int32)
+            packed[0, : len(ids)], packed[1, : len(places)] = ids, places
+            if self.adapters is not None:
                 packed[2, : len(slots)] = slots
-            chunks.append(self._run_output(programs.pooler(len(places)) if pools else programs.score(), packed))
+            if scorer.shape.processed:
+                packed[-1] = -1
+                packed[-1, : len(rows)] = rows
+            chunks.append(self._run_output(scorer, packed))
         return tuple(chunks)
 
     def sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> jax.Array | None:

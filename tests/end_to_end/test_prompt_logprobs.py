@@ -11,7 +11,17 @@ from jpaged import LLM, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import RequestError
 from jpaged.models import decoder
-from tests.support.tiny_engine import SPECS, VOCAB_SIZE, alone, make_engine, make_runner, run, sampling_programs
+from jpaged.params.scoring import ScoringParams
+from tests.support.tiny_engine import (
+    BLOCK_SIZE,
+    SPECS,
+    VOCAB_SIZE,
+    alone,
+    make_engine,
+    make_runner,
+    run,
+    sampling_programs,
+)
 
 pytestmark = pytest.mark.codegen
 
@@ -91,6 +101,20 @@ def test_scoring_an_answer_equals_generation(runner):
         assert output.prompt_logprobs[len(prompt) :] == logprobs
 
 
+def test_scoring_only_the_answer(runner):
+    """The values of generation, and the prompt's KV is found in the prefix cache. `test_scores.py` has more."""
+    params = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, n=2, seed=3, logprobs=0)
+    engine = make_engine(runner, budget=25)
+    prompt = PROMPTS[-2]
+    output = run(engine, [(prompt, params)])["0"]
+    texts = [(prompt + answer.token_ids, ScoringParams(params, len(prompt))) for answer in output.outputs]
+    for number, scored in run(engine, texts).items():
+        answer = output.outputs[int(number)]
+        wanted = [entry[token_id].logprob for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
+        assert scored.score.logprobs.tolist() == wanted
+        assert scored.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
 def test_llm_score():
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
     text = "def area(width, height):\n    return width * height\n"
@@ -100,7 +124,13 @@ def test_llm_score():
         assert good.prompt_token_ids == llm.get_tokenizer().encode(text)
         assert len(good.logprobs) == len(good.ranks) == len(good.prompt_token_ids) - 1
         assert good.cumulative_logprob / len(good.logprobs) > bad.cumulative_logprob / len(bad.logprobs) + 2
-        assert good.ranks.count(1) > len(good.ranks) / 3
+        assert (good.ranks == 1).sum() > len(good.ranks) / 3
+        ids = good.prompt_token_ids
+        [part] = llm.score([ids], num_prompt_tokens=5, use_tqdm=False)
+        assert part.logprobs.tolist() == good.logprobs[4:].tolist()
+        assert (part.logprobs.dtype, part.ranks.dtype) == (np.float32, np.int32)
+        with pytest.raises(RequestError, match=r"num_prompt_tokens.* at most 5.*in prompt 1 of 2"):
+            llm.score([ids, ids[:5]], num_prompt_tokens=6, use_tqdm=False)
         [output] = llm.generate(text, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=3), use_tqdm=False)
         names = [next(iter(entry.values())).decoded_token for entry in output.prompt_logprobs[1:]]
         assert "".join(names) == text[len(text) - sum(map(len, names)) :]

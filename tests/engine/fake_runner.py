@@ -73,6 +73,7 @@ class FakeRunner:
     num_stages: int = 1
     vocab_size: int = 97
     max_logprobs: int = 3
+    logprobs_mode: str = "raw_logprobs"
     compiles_after_ready: int = 0
     is_ready: bool = True
     cacheable_up_to: int = 10**9
@@ -459,7 +460,7 @@ class FakeRunner:
         return _hash(np.concatenate(seen).tolist(), self.vocab_size, adapted_seed(seed, self.adapter_of(row)))
 
     def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
-        places, successors, _ = plan.scored
+        places, successors, *_ = plan.scored
         assert ((places >= 0) & (places < plan.total_tokens)).all()
         scores = Scores(
             -successors / 10, np.ones_like(successors), (successors[:, None] + np.arange(self.max_logprobs)) % 97,

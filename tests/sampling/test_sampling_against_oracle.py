@@ -32,7 +32,7 @@ from jpaged.outputs import RequestMetrics
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import SamplingParams
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.sampling.sampler import SamplerOptions, sample_tokens
+from jpaged.runtime.sampling.sampler import SamplerOptions, sample_tokens, score_tokens
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
 from jpaged.runtime.step.row_extras import ExtrasUploader
 from tests.sampling.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
@@ -86,6 +86,7 @@ class DeviceRow:
     draws: np.ndarray  # int[num_draws] tokens sampled with one seed, each at another sample index or position
     # logprobs_mode -> token -> (value, rank): for the NUM_LOGPROBS tokens with the largest values, and for draws[0]
     logprobs: Mapping[str, Mapping[int, tuple[float, int]]]
+    score: float  # processed log-probability of draws[0], from `score_tokens`
 
 
 def device_distribution(rows: Sequence[Row], num_draws: int, modes: Sequence[str] = ()) -> list[DeviceRow]:
@@ -115,6 +116,12 @@ DRAWS_AT_ONCE = 2000
 def _sampler(mode: str, num_logprobs: int) -> Any:
     options = SamplerOptions(num_logprobs, mode, (PROCESSOR,))
     return jax.jit(functools.partial(sample_tokens, variant=SamplerVariant.FULL, options=options))
+
+
+@functools.cache
+def _scorer() -> Any:
+    options = SamplerOptions(NUM_LOGPROBS, "processed_logprobs", (PROCESSOR,))
+    return jax.jit(functools.partial(score_tokens, options=options))
 
 
 @functools.cache
@@ -168,6 +175,8 @@ def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str]) -> list[Devi
     modes = ["processed_logprobs", *modes]
     positions = np.zeros(BATCH, np.int32)
     results = {mode: _sampler(mode, vocab)(logits, fields, positions, known, sampling) for mode in modes}
+    drawn = results["processed_logprobs"].token_ids
+    scored = _scorer()(logits, drawn, fields, np.ones(BATCH, bool), known, sampling)
     answers = []
     for index, row in enumerate(rows):
         draws = np.asarray(results["processed_logprobs"].token_ids)[index : index + 1]
@@ -179,7 +188,7 @@ def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str]) -> list[Devi
         if row.params["temperature"] == 0:
             probs = (np.arange(vocab) == draws[0]).astype(np.float32)
         reported = {mode: _reported(results[mode], index, draws[0]) for mode in modes}
-        answers.append(DeviceRow(probs > 0, probs, draws, reported))
+        answers.append(DeviceRow(probs > 0, probs, draws, reported, float(scored.logprobs[index])))
     return answers
 
 
@@ -401,6 +410,13 @@ def rows_draw_independently(drawn: list[tuple[Row, DeviceRow]]) -> None:
             below = np.concatenate([[0.0], np.cumsum(answer.probs.astype(np.float64))])
             uniforms.append(below[answer.draws] + answer.probs[answer.draws] / 2)
         assert abs(np.corrcoef(uniforms)[0, 1]) < 5 / math.sqrt(NUM_DRAWS)
+
+
+def test_scores(answers: list[tuple[Row, DeviceRow]]):
+    """`score_tokens` gives a drawn token the value that `sample_tokens` gave it."""
+    for row, answer in answers:
+        token = int(answer.draws[0])
+        assert answer.score == answer.logprobs["processed_logprobs"][token][0], row.params
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from jpaged.engine.output.stop_strings import stop_automaton
 from jpaged.engine.request import Request
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine.sampling_extras import SamplingExtras
-from jpaged.engine.strategies import BeamStrategy, BestOfStrategy, PoolStrategy, SampleStrategy, Strategy
+from jpaged.engine.strategies import BeamStrategy, BestOfStrategy, PoolStrategy, SampleStrategy, ScoreStrategy, Strategy
 from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.engine.strategies.pooled_outputs import check_task
 from jpaged.errors import RequestError
@@ -33,6 +33,7 @@ from jpaged.outputs import RequestMetrics
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.params.scoring import ScoringParams
 from jpaged.requester import ANYONE, Requester
 
 __all__ = ["InputProcessor", "ModelLimits", "Prompt"]
@@ -85,7 +86,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | ScoringParams,
         *,
         stream: bool = False,
         priority: int = 0,
@@ -105,7 +106,12 @@ class InputProcessor:
         metrics = RequestMetrics(arrival_time=time.monotonic())
         check_task(self.limits.pooling, params)
         pooling_params = params if isinstance(params, PoolingParams) else None
-        params = _pooled(params) if isinstance(params, PoolingParams) else params
+        scoring = params if isinstance(params, ScoringParams) else None
+        processed = self.limits.processed_logprobs and scoring is not None and scoring.sampling_params is not None
+        if isinstance(params, PoolingParams):
+            params = _pooled(params)
+        elif isinstance(params, ScoringParams):
+            params = params.request_params(processed=processed)
         self._check_params(params)
         params = _counted(params, self.limits.vocab_size)
         self._check_priority(priority)
@@ -121,6 +127,8 @@ class InputProcessor:
             max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
         end_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         extras = self._extras(params, end_token_ids)
+        if scoring is not None:
+            _check_scoring(scoring, len(token_ids), extras)
         requests = [
             Request(
                 request_id=request_id,
@@ -134,12 +142,16 @@ class InputProcessor:
                 priority=int(priority),
                 is_beam=params.use_beam_search,
                 pools_tokens=per_token,
+                score_from=None if scoring is None else scoring.num_prompt_tokens,
+                scores_processed=processed,
                 extras=extras,
                 prediction_token_ids=checked.prediction,
             )
             for index in range(params.num_sequences)
         ]
-        strategy = self._strategy(params, pooling_params, max_total_tokens - len(token_ids), end_token_ids)
+        strategy: Strategy = ScoreStrategy()
+        if scoring is None:
+            strategy = self._strategy(params, pooling_params, max_total_tokens - len(token_ids), end_token_ids)
         grammar = self._add_reasoning_and_grammar(requests, requester)  # last: no grammar for a refused request
         streams = stream and not params.chooses and params.output_kind is not RequestOutputKind.FINAL_ONLY
         return RequestGroup(
@@ -328,6 +340,16 @@ def _counted(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """Replace -1 in logprobs and prompt_logprobs by the vocabulary size."""
     names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
     return dataclasses.replace(params, **dict.fromkeys(names, vocab_size)) if names else params
+
+
+def _check_scoring(scoring: ScoringParams, num_tokens: int, extras: SamplingExtras | None) -> None:
+    """Refuse a text without the tokens before the scored ones, and masks that differ from token to token."""
+    count = scoring.num_prompt_tokens
+    if count > num_tokens:
+        raise RequestError("num_prompt_tokens", count, f"must be at most {num_tokens}, the tokens of the text")
+    if extras is not None and extras.follows_tokens:
+        accepted = "only words of one token are applied by score: leave the others out"
+        raise RequestError("bad_words", getattr(scoring.sampling_params, "bad_words", None), accepted)
 
 
 def _pooled(params: PoolingParams) -> SamplingParams:

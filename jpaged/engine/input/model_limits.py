@@ -18,6 +18,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     max_logprobs: int
+    processed_logprobs: bool = False     # log-probabilities are of the distribution that was sampled from
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
     eos_token_id: int | None = None      # the main end token, not reported as a stop_reason
     pooling: Pooling | None = None       # the engine pools; None: it generates
@@ -33,6 +34,7 @@ class ModelLimits:
             vocab_size=runner.vocab_size,
             max_model_len=runner.max_model_len,
             max_logprobs=runner.max_logprobs,
+            processed_logprobs=runner.logprobs_mode.startswith("processed"),
             eos_token_ids=options.eos_token_ids,
             eos_token_id=options.eos_token_id,
             pooling=options.pooling,

@@ -87,7 +87,7 @@ class BlockNamer:
 
     def may_share(self, request: Request, other: Request, num_tokens: int) -> bool:
         """Whether `request` and `other` may share the KV of their first `num_tokens` tokens, which are whole blocks."""
-        if request.skips_prefix_cache or num_tokens > min(len(request.token_ids), len(other.token_ids)):
+        if request.skips_prefix_cache or num_tokens > min(request.max_cached_tokens + 1, len(other.token_ids)):
             return False
         index = num_tokens // self._block_size - 1
         return len({each.kv.name(each.token_ids, index, 0, self._block_size) for each in (request, other)}) == 1

@@ -41,8 +41,8 @@ class PrefixFinder:
         """The longest prefix of the request's known tokens whose KV is cached in all kv_groups.
 
         A kv_group without a window needs all blocks of the prefix. A kv_group with a window needs the blocks that the
-        first token after the prefix sees. The prefix never covers the last known token, because the next token is
-        sampled from it. Blocks of the host tier count if fetching them is faster than recomputing them.
+        first token after the prefix sees. The prefix has at most `Request.max_cached_tokens` tokens. Blocks of the host
+        tier count if fetching them is faster than recomputing them.
         """
         if request.skips_prefix_cache:
             return self.no_prefix
@@ -81,7 +81,7 @@ class PrefixFinder:
 
     def _find(self, request: Request, find: FindBlock) -> Prefix:
         windows = self._windows
-        length = (len(request.token_ids) - 1) // windows.block_size
+        length = request.max_cached_tokens // windows.block_size
         tails: list[list[int]] = [[] for _ in windows.windows]
         for kv_group, window in enumerate(windows.windows):
             if window is None:

@@ -47,7 +47,7 @@ SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 _NOTHING = np.zeros(0, np.int32)
 _NO_MOVES = np.zeros((0, 3), np.int32)
 _NO_UPDATES = np.zeros((0, 4), np.int32)
-_NOTHING_SCORED = np.zeros((0, 3), np.int32)
+_NOTHING_SCORED = np.zeros((0, 4), np.int32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,8 +62,8 @@ class _PromptRows:
     samples: list[bool] = dataclasses.field(default_factory=list)
     prompt_tokens: list[int] = dataclasses.field(default_factory=list)
     inits: list[RowInit] = dataclasses.field(default_factory=list)
-    # (index of the token, next token, slot of the adapter)
-    scored: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    # columns of `StepPlan.scored`
+    scored: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
     scorers: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # (request, entries of `scored`)
     parents: list[Request] = dataclasses.field(default_factory=list)  # requests with followers, whose prompt ends
     forked_from: list[int] = dataclasses.field(default_factory=list)
@@ -167,11 +167,11 @@ class PlanBuilder:
     def _add_chunk(self, rows: _PromptRows, request: Request, num_tokens: int) -> None:
         schedule = request.schedule
         first, end = schedule.num_computed, schedule.num_computed + num_tokens
+        if schedule.row_is_new:
+            self._start_row(rows, request)
         if request.scores_prompt:
             _score(rows, request, num_tokens, self._adapters.slot_of(request))
         rows.prompt_tokens += request.token_ids[first:end]
-        if schedule.row_is_new:
-            self._start_row(rows, request)
         samples = end == request.num_tokens
         if samples:
             rows.sampler = max(rows.sampler, request.sampler)
@@ -284,10 +284,12 @@ def _score(rows: _PromptRows, request: Request, num_tokens: int, slot: int) -> N
     """Add a chunk's tokens to `scored`. Log-probabilities need the token after each, vectors the token itself."""
     schedule, prompt = request.schedule, request.prompt_token_ids
     ahead = 0 if request.pools_tokens else 1
+    row = schedule.row if request.scores_processed else -1
     first = schedule.num_computed
     last = min(first + num_tokens, len(prompt) - ahead)
     offset = rows.first + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
-    scored = [(offset + i, prompt[i + ahead], slot) for i in range(max(first, schedule.num_scored - ahead), last)]
+    unscored = range(max(first, schedule.num_scored - ahead), last)
+    scored = [(offset + i, prompt[i + ahead], slot, row) for i in unscored]
     if scored:
         rows.scored += scored
         rows.scorers.append((request, len(scored)))

@@ -4,6 +4,7 @@ from jpaged.engine.strategies.base import CollectedStep, Output, Strategy, Strat
 from jpaged.engine.strategies.beam import BeamStrategy
 from jpaged.engine.strategies.pool import PoolStrategy
 from jpaged.engine.strategies.sample import BestOfStrategy, SampleStrategy
+from jpaged.engine.strategies.score import ScoreStrategy
 
 __all__ = [
     "BeamStrategy",
@@ -12,6 +13,7 @@ __all__ = [
     "Output",
     "PoolStrategy",
     "SampleStrategy",
+    "ScoreStrategy",
     "Strategy",
     "StrategyContext",
 ]

@@ -14,6 +14,7 @@ from jpaged.errors import ModelLoadError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, TokenPoolingOutput
 from jpaged.params.pooling import PER_TOKEN, PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.params.scoring import ScoringParams
 
 Pooled = EmbeddingOutput | ClassificationOutput | TokenPoolingOutput
 
@@ -108,7 +109,7 @@ class Pooling:
         return values
 
 
-def check_task(pooling: Pooling | None, params: SamplingParams | PoolingParams) -> None:
+def check_task(pooling: Pooling | None, params: SamplingParams | PoolingParams | ScoringParams) -> None:
     """Raise RequestError if the engine does not support a request's task or parameters."""
     if pooling is None:
         if isinstance(params, PoolingParams):
@@ -116,6 +117,6 @@ def check_task(pooling: Pooling | None, params: SamplingParams | PoolingParams) 
             raise RequestError("runner", "generate", accepted)
     elif isinstance(params, PoolingParams):
         pooling.check(params)
-    elif isinstance(params, SamplingParams):
+    elif isinstance(params, SamplingParams | ScoringParams):
         instead = "" if pooling.activation is not None else ", or start without runner='pooling' to generate"
         raise RequestError("runner", "pooling", f"the engine does not generate: call {pooling.task}(){instead}")

@@ -183,6 +183,7 @@ class Blueprint:
             context=self.placement.shards.context, drafts=self.max_drafts, proposes=self.proposes,
             captures=self.model.drafter is not None and self.model.drafter.is_head,
             verify_rows=VERIFY_ROWS_ON_CPU if self.placement.platform == "cpu" else VERIFY_ROWS,
+            processed_scores=self.sampler_options.processed,
         )  # fmt: skip
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
         if self.model.drafter is not None:

@@ -88,6 +88,11 @@ class SamplerOptions:
     fixed_sums: bool = False
 
     @property
+    def processed(self) -> bool:
+        """True if returned values are of the distribution that was sampled from."""
+        return self.logprobs_mode.startswith("processed")
+
+    @property
     def normalises(self) -> bool:
         """True if log-probabilities are returned, False if logits are."""
         return self.logprobs_mode.endswith("logprobs")
@@ -140,10 +145,7 @@ def sample_tokens(
     if variant is SamplerVariant.GREEDY:
         return Sampled(token_or_error(peak, greedy, is_nan))
 
-    temperature = _float(fields[:, Field.TEMPERATURE])
-    is_random = temperature > GREEDY_BELOW
-    # The inverse of a huge temperature must not become 0: 0 * -inf is NaN.
-    inverse = jnp.where(is_random, jnp.maximum(1 / temperature, jnp.finfo(jnp.float32).tiny), 1.0)
+    is_random, inverse = _temperatures(fields)
     rows = len(greedy)
     row_logits = _Logits(work, peak, inverse, maxima, options.fixed_sums, min(options.rows_per_search, rows))
 
@@ -151,7 +153,7 @@ def sample_tokens(
         uniforms, typical = _uniforms(fields, positions), variant is SamplerVariant.FULL
         return _draw(row_logits, greedy, uniforms, _Limits.of(row_logits, fields, is_random, typical=typical))
 
-    everything = _Kept(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
+    everything = _Kept.everything(rows)
     token_ids, kept = lax.cond(jnp.any(is_random), draw, lambda: (greedy, everything))
     token_ids = token_or_error(peak, token_ids, is_nan)
     if variant is SamplerVariant.RANDOM:
@@ -159,9 +161,8 @@ def sample_tokens(
 
     def with_logprobs() -> Sampled:
         reported = logits
-        if options.logprobs_mode.startswith("processed"):
-            is_kept = kept.holds(row_logits.less_peak()) | ~is_random[:, None]
-            reported = jnp.where(is_kept, work * inverse[:, None], -jnp.inf)
+        if options.processed:
+            reported = _filtered(row_logits, kept, is_random)
         beam_temperature = _float(fields[:, Field.BEAM_TEMPERATURE])[:, None]
         is_beam = beam_temperature > 0
         reported = jnp.where(is_beam, work / jnp.where(is_beam, beam_temperature, 1.0), reported)
@@ -193,6 +194,49 @@ def describe_tokens(
     """Log-probabilities of given tokens from the model's unprocessed logits, for prompt log-probabilities."""
     normalised = jnp.full((len(token_ids), 1), options.normalises)
     return _describe(logits, token_ids, normalised, likeliest(logits, options.num_logprobs), options)
+
+
+def score_tokens(
+    logits: Float[Array, "rows vocab"],
+    token_ids: Int[Array, " rows"],
+    fields: Int[Array, "rows num_fields"],
+    processed: Bool[Array, " rows"],
+    allowed: Bool[Array, " vocab"] | None,
+    extras: SamplingState,
+    *,
+    options: SamplerOptions,
+) -> Sampled:
+    """As `describe_tokens`; in `processed` rows, of the distribution from which `sample_tokens` draws.
+
+    fields, allowed, extras: as for `sample_tokens`. A token that cannot be drawn has the log-probability -inf.
+    """
+
+    def of_processed() -> Array:
+        work = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+        work = _process(work, fields, extras, options.processors)
+        maxima, _ = block_maxima_and_nan(work, logits, CANDIDATE_BLOCK)
+        peak, _ = argmax(work, CANDIDATE_BLOCK, maxima)
+        is_random, inverse = _temperatures(fields)
+        rows = len(token_ids)
+        row_logits = _Logits(work, peak, inverse, maxima, options.fixed_sums, min(options.rows_per_search, rows))
+        is_random &= processed
+
+        def found() -> _Kept:
+            return _find_kept(row_logits, _Limits.of(row_logits, fields, is_random, typical=True)).kept
+
+        kept = lax.cond(jnp.any(is_random), found, lambda: _Kept.everything(rows))
+        return jnp.where(processed[:, None], _filtered(row_logits, kept, is_random), logits)
+
+    reported = lax.cond(jnp.any(processed), of_processed, lambda: logits)
+    return describe_tokens(reported, token_ids, options=options)
+
+
+def _temperatures(fields: Int[Array, "rows num_fields"]) -> tuple[Bool[Array, " rows"], Float[Array, " rows"]]:
+    """True for rows that draw at random, and the inverse of each row's temperature; 1 in greedy rows."""
+    temperature = _float(fields[:, Field.TEMPERATURE])
+    is_random = temperature > GREEDY_BELOW
+    # The inverse of a huge temperature must not become 0: 0 * -inf is NaN.
+    return is_random, jnp.where(is_random, jnp.maximum(1 / temperature, jnp.finfo(jnp.float32).tiny), 1.0)
 
 
 def _describe(
@@ -320,10 +364,31 @@ class _Kept:
     centre: Leaf     # float32[rows]
     reach: Leaf      # float32[rows]; infinite without typical_p
 
+    @classmethod
+    def everything(cls, rows: int) -> "_Kept":
+        """All ids of `rows` rows."""
+        return cls(jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.full(rows, jnp.inf))
+
     def holds(self, x: Float[Array, "rows n"]) -> Bool[Array, "rows n"]:
         """True for kept ids. x: from `_Logits.less_peak`."""
         near = jnp.abs(x - self.centre[:, None]) <= self.reach[:, None]
         return (x >= self.threshold[:, None]) & near
+
+
+def _filtered(logits: _Logits, kept: _Kept, is_random: Bool[Array, " rows"]) -> Float[Array, "rows vocab"]:
+    """Logits divided by the temperature; -inf for ids that are not kept. Greedy rows keep all."""
+    is_kept = kept.holds(logits.less_peak()) | ~is_random[:, None]
+    return jnp.where(is_kept, logits.work * logits.inverse[:, None], -jnp.inf)
+
+
+@flax.struct.dataclass
+class _Search:
+    """The kept ids of rows, and their most likely ids."""
+
+    kept: _Kept
+    values: Leaf   # float32[rows, count]  `less_peak` of the most likely ids
+    ids: Leaf      # int32[rows, count]
+    settled: Leaf  # bool[rows]  all kept ids are among them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,26 +423,31 @@ class _Limits:
 def _draw(
     logits: _Logits, greedy: Int[Array, " rows"], uniforms: Float[Array, " rows"], limits: _Limits
 ) -> tuple[Int[Array, " rows"], _Kept]:
-    """One token for each row, and the ids from which it was drawn.
+    """One token for each row, and the ids from which it was drawn. Settled rows draw from their candidates."""
+    search = _find_kept(logits, limits)
+    drawn = _draw_candidate(search.values, search.ids, search.kept, uniforms)
+
+    def draw_of_all(x: Array, found: _Kept, uniforms: Array) -> Array:
+        return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms, fixed=logits.fixed)
+
+    drawn = _search_rows(limits.is_random & ~search.settled, draw_of_all, logits, (search.kept, uniforms), drawn)
+    return jnp.where(limits.is_random, drawn, greedy), search.kept
+
+
+def _find_kept(logits: _Logits, limits: _Limits) -> _Search:
+    """The ids that may be drawn.
 
     1. Find the most likely ids, and how many of them the limits keep. Nearly every row is then settled.
     2. Search the whole vocabulary for the limits of the other rows.
-    3. Draw from the kept candidates, and in the other rows from the vocabulary.
     """
-    rows = len(greedy)
+    rows = len(limits.is_random)
     values, ids = _candidates(logits, limits.limited)
     threshold, settled = _threshold_of_candidates(logits, limits, values)
     threshold = _threshold_of_all(logits, limits, threshold, settled)
     found = _Kept(threshold, jnp.zeros(rows), jnp.full(rows, jnp.inf))
     if limits.typical:
         found = _near_typical(logits, limits, values, found, settled)
-    drawn = _draw_candidate(values, ids, found, uniforms)
-
-    def draw_of_all(x: Array, found: _Kept, uniforms: Array) -> Array:
-        return invert_cdf(jnp.where(found.holds(x), jnp.exp(x), 0.0), uniforms, fixed=logits.fixed)
-
-    drawn = _search_rows(limits.is_random & ~settled, draw_of_all, logits, (found, uniforms), drawn)
-    return jnp.where(limits.is_random, drawn, greedy), found
+    return _Search(found, values, ids, settled)
 
 
 def _candidates(

@@ -31,7 +31,7 @@ from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling import vocab_shards
-from jpaged.runtime.sampling.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens
+from jpaged.runtime.sampling.sampler import Sampled, SamplerOptions, describe_tokens, sample_tokens, score_tokens
 from jpaged.runtime.state import DeviceState, Field, SamplingState, adapter_slots
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 
@@ -56,9 +56,10 @@ class ScoreShape:
     """Key of a `score` program."""
 
     tokens: int
+    processed: bool = False  # it can score by the distribution that a row samples from
 
     def __str__(self) -> str:
-        return f"score {self.tokens} tokens"
+        return f"score {self.tokens} tokens" + ", processed" * self.processed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,17 @@ def lm_head_params(spec: DecoderSpec, params: Params) -> Params:
 
 def uses_extras(shape: OutputShape) -> bool:
     """True if a program reads the extras of sampling. Others get None: fewer arguments make a call faster."""
+    if isinstance(shape, ScoreShape):
+        return shape.processed
     return isinstance(shape, SampleShape) and shape.variant is SamplerVariant.FULL
+
+
+def score_lines(shape: ScoreShape, *, adapters: bool) -> int:
+    """Lines of the last argument of `score`: ids, indices in `hidden`, and what the program needs of these two.
+
+    With adapters their slots. In a processed program the rows of the request table, -1: the model's own distribution.
+    """
+    return 2 + adapters + shape.processed
 
 
 # The functions have the same arguments and return (table, sampling, result), so the runner calls all alike.
@@ -227,16 +238,32 @@ def score(
     options: SamplerOptions,
     shards: Shards = WHOLE,
 ) -> tuple[Table, SamplingState | None, Int[Array, "scored columns"]]:
-    """Log-probabilities of known tokens. scored: (ids, indices in `hidden`, and with adapters their slots).
+    """Log-probabilities of known tokens. scored: see `score_lines`. Returns `Sampled.packed`.
 
-    Returns `Sampled.packed`.
+    A processed program counts the tokens of rows in their `SamplingState.counts`, as if the rows had sampled them.
     """
     slots = scored[2] if "adapters" in params else None
     logits = _lm_head(spec, params, hidden, scored[1], slots, layout, shards)
-    describe = functools.partial(describe_tokens, options=options)
+    of_tokens: Any = scored[0]
+    if sampling is not None:
+        ids, rows = scored[0], scored[-1]
+        extras = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), sampling)
+        before = jnp.tril(rows[:, None] == rows, -1)  # of token i: j is an earlier token of its row
+        seen = jnp.where(before, ids, spec.vocab_size)
+        extras = extras.replace(counts=extras.counts.at[jnp.arange(len(ids))[:, None], seen].add(2, mode="drop"))
+        of_tokens = ids, jnp.take(table, rows, axis=0, mode="clip"), rows >= 0, extras
+        counted = jnp.where(rows < 0, table.shape[0], rows)  # a negative index would count from the end
+        sampling = sampling.replace(counts=sampling.counts.at[counted, ids].add(2, mode="drop"))
+
+    def describe(logits: Array, of_tokens: Any) -> Sampled:
+        if sampling is None:
+            return describe_tokens(logits, of_tokens, options=options)
+        ids, fields, processed, extras = of_tokens
+        return score_tokens(logits, ids, fields, processed, mask, extras, options=options)
+
     if shards.count == 1:
-        return table, sampling, describe(logits, scored[0]).packed()
-    described = vocab_shards.by_rows(logits, scored[0], describe, vocab=spec.vocab_size, shards=shards)
+        return table, sampling, describe(logits, of_tokens).packed()
+    described = vocab_shards.by_rows(logits, of_tokens, describe, vocab=spec.vocab_size, shards=shards)
     return table, sampling, described.packed()
 
 
@@ -304,7 +331,7 @@ def compile_output(
                 more = (placement.shape((size, 1 + state.sampling.masks.shape[1]), np.uint32),)
         case ScoreShape(size):
             call = functools.partial(score, spec=spec, layout=layout, options=options, shards=shards)
-            rows = placement.shape((3 if "adapters" in params else 2, size), np.int32)
+            rows = placement.shape((score_lines(shape, adapters="adapters" in params), size), np.int32)
         case PoolShape(size):
             call = functools.partial(pool, num_rows=size, spec=spec, layout=layout, shards=shards)
     sampling = state.sampling if uses_extras(shape) else None

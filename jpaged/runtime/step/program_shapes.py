@@ -69,6 +69,7 @@ def bucket_shapes(
     proposes: bool = False,
     captures: bool = False,
     verify_rows: Sequence[int] = VERIFY_ROWS,
+    processed_scores: bool = False,
 ) -> list[Shape]:
     """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
 
@@ -80,6 +81,7 @@ def bucket_shapes(
     captures: all forward programs capture hidden states. Decodes have programs that do not, too, for the time in which
     a draft head does not follow: capturing takes 5% of a step of the demo model with 32 rows (CPU).
     verify_rows: rows with that many drafts, for each verify program.
+    processed_scores: `score` programs can score by the distribution that a row samples from.
     context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
     they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
     """
@@ -120,7 +122,7 @@ def bucket_shapes(
             False, n, min(n, max_rows), block_size, num_kv_groups, 1, drafts, proposes, captures
         ))  # fmt: skip
         verifies += [SampleShape(n, variant, checks=True) for variant in SamplerVariant]
-    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1]), *verifies]
+    return [*decodes, *mixed, *samplers, ScoreShape(rows[-1], processed_scores), *verifies]
 
 
 def _verify_sizes(drafts: int, rows: Sequence[int], smallest: int, max_rows: int, max_tokens: int) -> list[int]:
