@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
-from jpaged.errors import CapacityError, EngineError, JPagedError, ModelLoadError, RequestError
+from jpaged.errors import CapacityError, EngineError, JPagedError, ModelLoadError, NoWeightsError, RequestError
 from jpaged.speculation_config import SpeculationConfig
 from jpaged.version import __version__
 
@@ -120,5 +120,6 @@ __all__ = [
     "CapacityError",
     "ModelLoadError",
     "EngineError",
+    "NoWeightsError",
     "__version__",
 ]

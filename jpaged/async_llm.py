@@ -274,7 +274,7 @@ class AsyncLLM(EngineAccess):
         await asyncio.wrap_future(self._engine_thread.pause(pause_mode(mode), clear_cache=clear_cache))
 
     async def resume_generation(self) -> None:
-        """End a pause. Raises RequestError while the engine sleeps."""
+        """End a pause. Raises RequestError while the engine sleeps, and NoWeightsError without weights."""
         await asyncio.wrap_future(self._engine_thread.resume())
 
     async def update_weights(
@@ -300,20 +300,24 @@ class AsyncLLM(EngineAccess):
         """Pause, and free device memory. New requests wait until `wake_up`.
 
         level: 0: only pause. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay on the
-            device: only their owner may delete them. On CPU the weights stay too.
+            device: only their owner may delete them. On CPU the weights stay too. 2: free the KV pool, and discard the
+            weights. Of live arrays, the references are dropped. They are not copied: `update_weights` gives new ones,
+            before or after `wake_up`.
         mode:  as in `pause_generation`. Kept requests recompute their KV.
         Raises CapacityError while programs are still being compiled, because compiling uses the weights.
         """
         check_level(level)
         if level > 0 and not self.is_ready:
             raise CapacityError("the engine cannot sleep while programs are being compiled: try later")
-        answer = self._engine_thread.pause(pause_mode(mode), clear_cache=level > 0, sleep=level > 0)
+        answer = self._engine_thread.pause(pause_mode(mode), clear_cache=level > 0, level=level)
         await asyncio.wrap_future(answer)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory that `sleep` freed, and resume. Compiles nothing, and does not change answers.
 
-        tags: 'weights' or 'kv_cache', to wake up one part only. The engine resumes when both are awake.
+        tags: 'weights' or 'kv_cache', to wake up one part only. The engine resumes when both are awake. After level 2
+            it also needs `update_weights`. Until then, requests from before `wake_up` wait, and new ones raise
+            NoWeightsError.
         Raises EngineError if the device has too little free memory; the engine then keeps sleeping.
         """
         await asyncio.wrap_future(self._engine_thread.wake_up(wake_tags(tags)))

@@ -99,6 +99,9 @@ class EngineError(JPagedError):
     """The engine failed: a bug in jpaged, or a device error."""
 
 
+class NoWeightsError(EngineError):
+    """The engine has no weights, or not all of them, until the next `update_weights` (HTTP 503)."""
+
 class LogitsError(EngineError):
     """The model returned NaN or infinite logits for a request."""
 

@@ -403,19 +403,22 @@ class LLM(EngineAccess):
         """Free device memory until `wake_up`. Waits until no call runs. Later calls that generate raise EngineError.
 
         level: 0: free nothing. 1: free the KV pool, and move the weights to the host. Live arrays (`params`) stay on
-            the device: only their owner may delete them. On CPU the weights stay too.
+            the device: only their owner may delete them. On CPU the weights stay too. 2: free the KV pool, and discard
+            the weights. Of live arrays, the references are dropped. They are not copied: `update_weights` gives new
+            ones, before or after `wake_up`.
         """
         check_level(level)
         with self._exclusive("sleep"):
             for engine in self.engines if level > 0 else ():
                 self._router.forget()
-                engine.sleep()
+                engine.sleep(discard_weights=level > 1)
             self._asleep = frozenset(WAKE_TAGS)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory that `sleep` freed. Compiles nothing, and does not change answers.
 
-        tags: 'weights' or 'kv_cache', to wake up one part only. Both must be awake to generate.
+        tags: 'weights' or 'kv_cache', to wake up one part only. Both must be awake to generate. After level 2, calls
+            that generate raise NoWeightsError until `update_weights`.
         Raises EngineError if the device has too little free memory; it may be called again.
         """
         waking = wake_tags(tags)
@@ -512,6 +515,8 @@ class LLM(EngineAccess):
             engine = self.engine
             if self._asleep:
                 raise EngineError(f"the LLM sleeps ({', '.join(sorted(self._asleep))}): call wake_up() first")
+            for one in self.engines:
+                one.require_weights()
             for one in params[:1]:
                 check_task(engine.inputs.limits.pooling, one)  # here, so that the error names no prompt
             adapters = {one: self._adapter_of(one) for one in dict.fromkeys(lora_requests)}  # each is read once

@@ -131,10 +131,14 @@ class _Families:
         }  # fmt: skip
         yield _info("vllm:cache_config_info", "Sizes of the KV cache, as labels.", info)
         asleep = snapshot.asleep
-        states = {"awake": not asleep, "weights_offloaded": "weights" in asleep, "discard_all": False}
+        kept = snapshot.has_weights
+        states = {
+            "awake": not asleep and kept, "weights_offloaded": "weights" in asleep and kept, "discard_all": not kept
+        }
         yield self._gauges(
-            "vllm:engine_sleep_state", "1 for the state of the engine; awake 0: it sleeps.", "sleep_state", states
-        )
+            "vllm:engine_sleep_state", "1 for the state of the engine; awake 0: it sleeps, or has no weights.",
+            "sleep_state", states,
+        )  # fmt: skip
 
     def _vllm_counters(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         stats = snapshot.stats

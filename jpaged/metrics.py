@@ -183,5 +183,6 @@ class EngineMetricsSnapshot:
     kv_tokens: int                      # capacity of the KV pool in tokens, for requests of max_model_len
     max_model_len: int
     asleep: frozenset[str]              # parts that `sleep` has freed: "weights", "kv_cache"; empty if awake
+    has_weights: bool = True            # False: `sleep` has discarded them, or their owner has deleted them
     adapters: AdapterMetrics | None = None  # None without enable_lora
     prefix_hit_requests: int = 0        # ended requests that found a part of their prompt in the prefix cache

@@ -43,7 +43,7 @@ from jpaged.engine.speculation.speculation import Speculation
 from jpaged.engine.step_pipeline import StepPipeline
 from jpaged.engine.step_plan import Runner
 from jpaged.engine.strategies import CollectedStep, Output, StrategyContext
-from jpaged.errors import EngineError, RequestError
+from jpaged.errors import EngineError, NoWeightsError, RequestError
 from jpaged.metrics import EngineMetricsSnapshot, PhaseSeconds
 from jpaged.outputs import EngineStats, WeightUpdate, WeightVersion
 from jpaged.params.pooling import PoolingParams
@@ -141,14 +141,13 @@ class Engine:
         """Add a request group that `inputs.process` made. Waits for its grammar and its adapter.
 
         Raises RequestError if its id is in use, or if its answers can never fit. Raises the errors of the grammar
-        compiler and of the adapter's reader, and EngineError if the weights are incomplete or deleted.
+        compiler and of the adapter's reader, and NoWeightsError if the weights are incomplete or deleted.
         """
         request_id, params = request_group.request_id, request_group.params
         if request_id in self._outputs.request_groups:
             raise RequestError("request_id", request_id, "is in use by a running request: choose another")
         self.admission.check_fits(request_group)
-        if (problem := self.runner.weights_problem()) is not None:
-            raise EngineError(problem)
+        self.require_weights()
         adapter = None if request_group.adapter is None else request_group.adapter.result()
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
         prompt_len = len(request_group.prompt_token_ids)
@@ -368,14 +367,15 @@ class Engine:
         self._manager.pool.forget_all()
         return True
 
-    def sleep(self) -> None:
+    def sleep(self, *, discard_weights: bool = False) -> None:
         """Free the KV pool, and the device memory of weights that only the engine uses. Call `flush` before.
 
         Running requests are preempted, and recompute their KV after `wake_up`. No step may run until then.
+        discard_weights: do not keep a copy of the weights. No step may run until there are new ones.
         """
         self.reset_prefix_cache(reset_running_requests=True)
         self.scheduler.note_kv_lost()
-        self.runner.release()
+        self.runner.release(discard=discard_weights)
         self._asleep = frozenset(("weights", "kv_cache"))
 
     def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
@@ -383,6 +383,11 @@ class Engine:
         self.runner.restore(weights=weights, kv_cache=kv_cache)
         self._asleep -= {"weights"} if weights else set()
         self._asleep -= {"kv_cache"} if kv_cache else set()
+
+    def require_weights(self) -> None:
+        """Raise NoWeightsError if no step can run because weights are missing."""
+        if (problem := self.runner.weights_problem()) is not None:
+            raise NoWeightsError(problem)
 
     def update_weights(
         self, leaves: Iterable[Any], *, version: WeightVersion | None = None, recompute: bool = False

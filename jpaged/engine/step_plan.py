@@ -437,11 +437,14 @@ class Runner(Protocol[HandleT]):
         ...
 
     def weights_problem(self) -> str | None:
-        """Reason why no step can run with the weights: half of them are replaced, or deleted. None: there is none."""
+        """Reason why no step can run with the weights: half of them are replaced, or they are deleted or discarded. None: none."""
         ...
 
-    def release(self) -> None:
-        """Free the KV pool, and move the weights to the host where that frees device memory. No step is in flight."""
+    def release(self, *, discard: bool = False) -> None:
+        """Free the KV pool, and move the weights to the host where that frees device memory. No step is in flight.
+
+        discard: free the weights instead.
+        """
         ...
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:

@@ -50,7 +50,7 @@ class Call:
 class Pause:
     mode: PauseMode
     clear_cache: bool
-    sleep: bool  # free the KV pool when the engine is paused
+    level: int  # of sleep, when the engine is paused. 0: do not sleep
     answer: Future[None]
 
 

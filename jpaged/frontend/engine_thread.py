@@ -85,7 +85,8 @@ class EngineThread:
             self.commands.submit(Add(request_group, stream))
 
     def check_room(self, num_tokens: int = 0) -> None:
-        """See `Arrivals.check_room`."""
+        """See `Arrivals.check_room`. Raises NoWeightsError if the engine is awake without weights."""
+        self._pauses.require_weights()
         self.arrivals.check_room(num_tokens)
 
     def abort(self, request_id: str) -> None:
@@ -116,13 +117,13 @@ class EngineThread:
         """See `Engine.put_kv`. Raises EngineError as `add`."""
         return self.commands.call(lambda: self._engine.put_kv(handover))
 
-    def pause(self, mode: PauseMode, *, clear_cache: bool, sleep: bool = False) -> Future[None]:
+    def pause(self, mode: PauseMode, *, clear_cache: bool, level: int = 0) -> Future[None]:
         """Pause; see `PauseMode`. The future is done when no step runs. Raises EngineError as `add`.
 
-        clear_cache: empty the prefix cache. Kept requests recompute their KV. sleep: also free device memory.
+        clear_cache: empty the prefix cache. Kept requests recompute their KV. level: of sleep; 0: do not sleep.
         """
         answer: Future[None] = Future()
-        self.commands.submit(Pause(mode, clear_cache, sleep, answer))
+        self.commands.submit(Pause(mode, clear_cache, level, answer))
         return answer
 
     def resume(self) -> Future[None]:

@@ -123,11 +123,11 @@ class EngineThreads:
         call = partial(EngineThread.reset_prefix_cache, reset_running_requests=reset_running_requests)
         return self._ask_all(call, all)
 
-    def pause(self, mode: PauseMode, *, clear_cache: bool, sleep: bool = False) -> Future[None]:
+    def pause(self, mode: PauseMode, *, clear_cache: bool, level: int = 0) -> Future[None]:
         """Pause all engines, as `EngineThread.pause`."""
         if clear_cache:
             self._forget()
-        return self._ask_all(partial(EngineThread.pause, mode=mode, clear_cache=clear_cache, sleep=sleep), _nothing)
+        return self._ask_all(partial(EngineThread.pause, mode=mode, clear_cache=clear_cache, level=level), _nothing)
 
     def resume(self) -> Future[None]:
         """End a pause of all engines."""

@@ -17,7 +17,8 @@ class PauseControl:
     """State of pause and sleep.
 
     is_paused: new requests are held.
-    asleep:    tags of `wake_up` that sleep.
+    asleep:    tags of `wake_up` that sleep. If none does but the weights are discarded, the pause lasts until
+        `note_new_weights`.
     waiting:   pauses that wait until no request runs.
     """
 
@@ -28,6 +29,7 @@ class PauseControl:
         self.is_paused = False
         self.asleep: frozenset[str] = frozenset()
         self.waiting: list[Pause] = []
+        self._waits_for_weights = False  # `wake_up` has woken all parts, but there are no weights
 
     @property
     def is_frozen(self) -> bool:
@@ -51,8 +53,8 @@ class PauseControl:
         while self.waiting:  # if the engine ends here, the loop answers those that still wait
             pause = self.waiting.pop(0)
             try:
-                if pause.sleep and not self.asleep:
-                    self._engine.sleep()
+                if (pause.level and not self.asleep) or pause.level > 1:
+                    self._engine.sleep(discard_weights=pause.level > 1)
                     self.asleep = frozenset(WAKE_TAGS)
                 elif pause.clear_cache and not self.asleep:
                     self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -62,21 +64,41 @@ class PauseControl:
             pause.answer.set_result(None)
 
     def resume(self) -> None:
-        """End the pause, and add the held requests. Raises RequestError if the engine sleeps."""
+        """End the pause, and add the held requests.
+
+        Raises RequestError if the engine sleeps, and NoWeightsError if it has no weights.
+        """
         if self.asleep:
             raise RequestError("resume", ", ".join(sorted(self.asleep)), "the engine sleeps: wake it up")
+        self._engine.require_weights()
         for pause in self.waiting:
             error = RequestError("mode", pause.mode.value, "the engine was resumed before its requests had finished")
             pause.answer.set_exception(error)
         self.waiting.clear()
-        self.is_paused = False
+        self.is_paused = self._waits_for_weights = False
         self._turns.note_idle()
         self._requests.add_held()
 
     def wake_up(self, tags: frozenset[str]) -> None:
-        """Allocate the memory of these parts. Resume if all parts are awake. Raises EngineError without the memory."""
+        """Allocate the memory of these parts. Resume if all parts are awake, and the weights are not discarded.
+
+        Raises EngineError without the memory.
+        """
         if self.asleep:
             self._engine.wake_up(weights="weights" in tags, kv_cache="kv_cache" in tags)
             self.asleep -= tags
-        if not self.asleep:
+        if self.asleep:
+            return
+        self._waits_for_weights = self._engine.runner.weights_problem() is not None
+        if not self._waits_for_weights:
             self.resume()
+
+    def note_new_weights(self) -> None:
+        """Resume, if `wake_up` found no weights."""
+        if self._waits_for_weights and not self.asleep:
+            self.resume()
+
+    def require_weights(self) -> None:
+        """Raise NoWeightsError if the engine is awake without weights. While it sleeps, requests wait."""
+        if not self.asleep:
+            self._engine.require_weights()

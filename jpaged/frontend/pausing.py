@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jpaged.errors import RequestError, shown
 
-SLEEP_LEVELS = (0, 1)
+SLEEP_LEVELS = (0, 1, 2)
 WAKE_TAGS = ("weights", "kv_cache")
 
 
@@ -51,7 +51,7 @@ def pause_mode(mode: str) -> PauseMode:
 def check_level(level: int) -> None:
     """Raise RequestError unless `level` is a level of sleep."""
     if isinstance(level, bool) or level not in SLEEP_LEVELS:
-        accepted = "must be 0 (only pause) or 1 (free the KV pool, and keep the weights on the host)"
+        accepted = "must be 0 (only pause), 1 (free the KV pool, and keep the weights on the host) or 2 (free both)"
         raise RequestError("level", level, accepted)
 
 

@@ -61,6 +61,7 @@ class UpdateControl:
         except Exception as error:  # the caller's: of its arrays, its iterator or its files
             update.answer.set_exception(error)
         else:
+            self._pauses.note_new_weights()
             update.answer.set_result(result)
         finally:
             self._turns.note_idle()

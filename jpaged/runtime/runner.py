@@ -54,6 +54,7 @@ DELETED = (
     "the weights were deleted, for example because an optimiser donated them to a jitted function: call update_weights "
     "with the new ones"
 )
+DISCARDED = "the engine has no weights, because sleep(level=2) discarded them: call update_weights"
 
 
 class ModelRunner(EnginePrograms):
@@ -320,27 +321,33 @@ class ModelRunner(EnginePrograms):
 
     def weights_problem(self) -> str | None:
         """See `engine.step_plan.Runner`. Takes 60 ns per array that the caller may delete."""
+        if self._last.discarded:
+            return DISCARDED
         if self._half_updated:
             return HALF_UPDATED
         if all(stage.has_params for stage in self._stages):
             return None
         return DELETED
 
-    def release(self) -> None:
+    def release(self, *, discard: bool = False) -> None:
         """Free the device state, and move weights that the runner owns to the host. No step may be in flight.
 
         On CPU weights stay: they are in host memory. So do the caller's weights, which only the caller may delete.
+        discard: delete weights that the runner owns, and drop the references to the caller's. A drafter's own weights
+        move to the host, because `update_params` does not replace them.
         """
-        if self._last.released:
+        if self._last.released and not (discard and not self._last.discarded):
             return
         self.wait_until_ready()  # compiling reads the weights' formats
         # a stage is released already if a call before this one failed for lack of host memory
         jax.block_until_ready([stage.live for stage in self._stages if not stage.released])
         self._front.sampled.clear()
         for stage in self._stages:
-            stage.release()
+            stage.release(discard=discard)
         if self._drafter is not None:
             self._drafter.release()
+            if discard:
+                self._drafter.use_target({})
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
         """Allocate the weights, the state, or both again after `release`. No program compiles. The KV pool is empty.

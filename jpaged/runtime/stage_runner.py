@@ -34,7 +34,7 @@ class StageRunner:
     """Weights, state and forward programs of one stage."""
 
     slots: Params                     # the `LeafSlot` of each array of `params`
-    params: Params | None             # None while they are in host memory, and after `close`
+    params: Params | None             # None while they are in host memory or discarded, and after `close`
     _weights: tuple[jax.Array, ...]   # of `params`, as the forward programs take them
     _lent: tuple[jax.Array, ...]      # arrays of `params` that the caller may delete
 
@@ -61,6 +61,7 @@ class StageRunner:
         self.closed = False
         self._owns_params = owns_params
         self._host_weights: HostWeights | None = None
+        self.discarded = False                 # `release` has discarded the weights, and there are no new ones yet
         self._width = build.limits.width
         self._upload_row = build.compile_upload_row()
         self.mover = BlockMover(
@@ -135,13 +136,15 @@ class StageRunner:
 
     def use_params(self, params: Params, *, owned: bool) -> None:
         """Use new weights, with arrays that fit `slots`. owned: nothing else uses any of them."""
-        self._owns_params = owned
+        self._owns_params, self.discarded = owned, False
         self._use(params)
 
     @property
     def has_params(self) -> bool:
-        """True if the weights are on the devices, and the caller has deleted none of them."""
-        return self.params is not None and not any(array.is_deleted() for array in self._lent)
+        """True if the weights are on the devices or asleep on the host, and the caller has deleted none of them."""
+        if self.params is None:
+            return self._host_weights is not None
+        return not any(array.is_deleted() for array in self._lent)
 
     def recover(self) -> None:
         """Allocate an empty state if the old one was donated to a failed step, and likewise empty pools of adapters."""
@@ -150,14 +153,26 @@ class StageRunner:
         if self.state is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
             self.state = self.build.create_state()
 
-    def release(self) -> None:
-        """Free the state, and move weights that the runner owns to the host. On CPU they are in host memory."""
+    def release(self, *, discard: bool = False) -> None:
+        """Free the state, and move weights that the runner owns to the host. On CPU they are in host memory.
+
+        discard: delete weights that the runner owns, on CPU too, and drop the references to the caller's.
+        """
         self._free_state()
         self._free_adapters()
         self.released = True
-        if self._owns_params and self.params is not None and self.placement.platform != "cpu":
+        if discard:
+            self._discard()
+        elif self._owns_params and self.params is not None and self.placement.platform != "cpu":
             self._host_weights = HostWeights.take(self.params)
             self._use(None)
+
+    def _discard(self) -> None:
+        for leaf in jax.tree.leaves(self.params) if self._owns_params else ():
+            if not leaf.is_deleted():  # tied weights are in the tree twice, and engines may share a tree
+                leaf.delete()
+        self._host_weights, self.discarded = None, True
+        self._use(None)
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
         """Undo `release`. weights: copy the weights back from the host. kv_cache: allocate new states."""

@@ -162,8 +162,9 @@ async def sleep(request: Request) -> Response:
     server: Server = request.app.state.server
     given = _arguments(request, "level", "mode")
     level = given.get("level", "1")
-    if level not in ("0", "1"):
-        raise RequestError("level", level, "must be 0 (only pause) or 1 (free the KV pool, keep the weights)")
+    if level not in ("0", "1", "2"):
+        accepted = "must be 0 (only pause), 1 (free the KV pool, keep the weights) or 2 (free both)"
+        raise RequestError("level", level, accepted)
     await server.engine.sleep(int(level), given.get("mode", "abort"))
     logger.info("the engine sleeps (level %s)", level)
     return _json(Done("sleeping"))

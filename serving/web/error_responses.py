@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from jpaged.errors import CapacityError, EngineError, JPagedError, RequestError
+from jpaged.errors import CapacityError, EngineError, JPagedError, NoWeightsError, RequestError
 from jpaged.serving.web.request_context import current
 
 logger = logging.getLogger("jpaged.serving")
@@ -59,6 +59,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
             status, param, code = HTTPStatus.BAD_REQUEST, error.parameter, None
         case CapacityError():
             status, param, code = HTTPStatus.SERVICE_UNAVAILABLE, None, "engine_full"
+        case NoWeightsError():
+            status, param, code = HTTPStatus.SERVICE_UNAVAILABLE, None, "no_weights"
         case EngineError():
             status, param, code = HTTPStatus.INTERNAL_SERVER_ERROR, None, "engine_error"
         case HTTPException():
@@ -70,7 +72,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
         said = error.without_value  # without the value: logs have no prompts
     if isinstance(error, HTTPException):
         message = said = error.detail
-    elif isinstance(error, JPagedError) and not isinstance(error, EngineError):
+    elif isinstance(error, NoWeightsError) or (isinstance(error, JPagedError) and not isinstance(error, EngineError)):
         message = str(error)
     else:
         logger.error("a request failed", exc_info=error, extra={"status": int(status)})

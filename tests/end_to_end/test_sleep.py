@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import EngineError, RequestError, SamplingParams
+from jpaged import EngineError, NoWeightsError, RequestError, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.runtime.memory.sleeping import HostWeights
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
@@ -59,8 +59,8 @@ def test_answers_are_the_same_and_nothing_compiles(llm):
         assert device_bytes() == awake
         assert answers(llm) == before
     assert llm.stats().compiles_after_ready == 0
-    with pytest.raises(RequestError, match="level"):
-        llm.sleep(level=2)
+    with pytest.raises(RequestError, match="level must be 0"):
+        llm.sleep(level=3)
 
 
 def test_level_0_frees_nothing(llm):
@@ -69,6 +69,26 @@ def test_level_0_frees_nothing(llm):
     assert (device_bytes(), llm.is_sleeping()) == (awake, True)
     llm.wake_up()
     assert answers(llm)
+
+
+def test_level_2_discards_the_weights(llm):
+    before, awake, runner = answers(llm), device_bytes(), llm.engine.runner
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(runner.params)}.values()
+    weights = sum(leaf.nbytes for leaf in leaves)
+    kept = jax.tree.map(np.array, runner.params)
+    llm.sleep(level=1)
+    asleep = device_bytes()
+    llm.sleep(level=2)  # an engine that sleeps already
+    assert asleep - device_bytes() == weights
+    assert all(leaf.is_deleted() for leaf in leaves)
+    assert awake - device_bytes() >= 1_900_000 + weights
+    llm.wake_up()
+    assert awake - device_bytes() == weights
+    with pytest.raises(NoWeightsError, match=r"sleep\(level=2\) discarded them: call update_weights"):
+        answers(llm)
+    llm.update_weights(jax.tree.map(jax.device_put, kept))
+    assert (answers(llm), device_bytes()) == (before, awake)
+    assert llm.stats().compiles_after_ready == 0
 
 
 def test_requests_that_run_recompute_their_kv(checkpoint):

@@ -126,6 +126,7 @@ class FakeRunner:
         """Run a step, after checking that the plan keeps all promises of StepPlan."""
         number = len(self.plans)
         assert not self.released, "a step while the engine sleeps"
+        assert self.problem is None, "a step without weights"
         self.plans.append(plan)
         if ("dispatch", number) in self.fail_at:
             self._fail("dispatch")
@@ -302,10 +303,10 @@ class FakeRunner:
         """Name the program of a plan."""
         return f"fake step {len(self.plans)}"
 
-    def release(self) -> None:
-        """Lose all KV."""
+    def release(self, *, discard: bool = False) -> None:
+        """Lose all KV. discard: the weights too."""
         assert self._collected == len(self.plans), "a step is in flight"
-        self.released = True
+        self.released, self.problem = True, "no weights: call update_weights" if discard else self.problem
         self.pages[:] = UNWRITTEN
         self.written_for[:] = UNWRITTEN
         self.adapters = [None] * self.num_adapter_slots

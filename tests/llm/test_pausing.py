@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from jpaged import AsyncLLM, CapacityError, EngineError, RequestError, SamplingParams
+from jpaged import AsyncLLM, CapacityError, EngineError, NoWeightsError, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.engine.engine_options import EngineOptions
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_config import engine_config
+from jpaged.frontend.pausing import UpdateMode
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.slow_runner import SlowRunner, until, until_idle
 
@@ -104,6 +105,39 @@ def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
     engine.engine.check_integrity()
 
 
+@pytest.mark.parametrize("awake_first", [False, True])
+def test_without_weights_kept_requests_wait_and_new_ones_are_refused(engine, runner, awake_first):
+    async def main() -> None:
+        tasks = await started(engine, 6)
+        await engine.sleep(level=2, mode="keep")
+        assert runner.weights_problem()
+        late = asyncio.create_task(last(engine, [50, 51], SHORT))  # waits, as at level 1
+        await stands_still(engine)
+        assert sleep_states(engine) == {"awake": 0, "weights_offloaded": 0, "discard_all": 1}
+        if awake_first:
+            await engine.wake_up()
+            assert not await engine.is_sleeping()
+            assert await engine.is_paused()
+            assert sleep_states(engine) == {"awake": 0, "weights_offloaded": 0, "discard_all": 1}
+            with pytest.raises(NoWeightsError, match="no weights: call update_weights"):
+                await last(engine, [60, 61], SHORT)
+            with pytest.raises(NoWeightsError):
+                await engine.resume_generation()
+            await stands_still(engine)
+        await asyncio.wrap_future(engine._engine_thread.update_weights([lambda: (1, 1)], UpdateMode.KEEP, "new"))
+        if not awake_first:
+            await stands_still(engine)
+            await engine.wake_up()
+        assert sleep_states(engine) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+        for i, answer in enumerate(await asyncio.gather(*tasks)):
+            assert answer.token_ids == alone([i, i + 1, 7], 60, 97)
+        assert (await late).token_ids == alone([50, 51], 4, 97)
+        await until_idle(engine)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    engine.engine.check_integrity()
+
+
 @pytest.mark.parametrize("freed", [False, True])
 def test_abort_ends_running_requests_and_holds_new_ones(engine, runner, freed):
     async def main() -> None:
@@ -183,7 +217,7 @@ def test_a_paused_engine_can_be_closed(engine, runner):
 def test_a_failed_sleep_answers_every_pause_that_waits(engine, runner):
     async def main() -> None:
         tasks = await started(engine, 2)
-        runner.release = lambda: 1 / 0
+        runner.release = lambda **_: 1 / 0
         pauses = [asyncio.create_task(engine.sleep(mode="wait")), asyncio.create_task(engine.sleep(mode="wait"))]
         ends = await asyncio.gather(*pauses, *tasks, return_exceptions=True)
         assert [type(end) for end in ends[:2]] == [EngineError] * 2
@@ -205,7 +239,7 @@ def test_the_prefix_cache_can_be_reset_while_requests_run(engine):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda engine: engine.sleep(2), "must be 0"),
+        (lambda engine: engine.sleep(3), "must be 0"),
         (lambda engine: engine.sleep(True), "must be 0"),
         (lambda engine: engine.sleep(1, "later"), "abort, wait, keep"),
         (lambda engine: engine.pause_generation(mode=""), "abort, wait, keep"),

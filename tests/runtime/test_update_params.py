@@ -212,3 +212,24 @@ def test_a_closed_runner_takes_no_weights(old):
     runner.close()
     with pytest.raises(EngineError, match="closed"):
         runner.update_params(leaves)
+
+
+def test_discarded_live_arrays_stay_and_the_runner_holds_no_reference(runner, old, new):
+    """The trainer frees its arrays by dropping them. Arrays of another shape are refused all the same."""
+    update(runner, old)
+    expected = answers(Engine(runner))
+    lent = jax.tree.map(jnp.copy, new)
+    refs = [weakref.ref(leaf) for leaf in jax.tree.leaves(lent)]
+    update(runner, lent)
+    runner.release(discard=True)
+    assert "discarded" in runner.weights_problem()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(lent))
+    del lent
+    gc.collect()
+    assert not any(ref() for ref in refs)
+    with pytest.raises(ModelLoadError, match=r"final_norm"):
+        update(runner, with_leaf(old, "final_norm", jnp.ones(2)))
+    runner.restore(weights=True, kv_cache=True)
+    assert "discarded" in runner.weights_problem()
+    update(runner, old)
+    assert answers(Engine(runner)) == expected

@@ -231,3 +231,20 @@ def test_cached_tokens_are_in_the_usage(real, served):
         answer = httpx.post(f"{served}/v1/completions", json=asked, headers={"Authorization": "Bearer talk"})
         cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 8]
+
+
+def test_an_engine_without_weights_refuses_requests(real, served):
+    asked = {"prompt": [*PREFIX, 1], "max_tokens": 2}
+    error_of(httpx.post(f"{served}/sleep?level=3", headers=ADMIN), 400)
+    for path in ("sleep?level=2", "wake_up"):
+        httpx.post(f"{served}/{path}", headers=ADMIN).raise_for_status()
+    for stream in (False, True):
+        refused = httpx.post(
+            f"{served}/v1/completions", json=asked | {"stream": stream}, headers={"Authorization": "Bearer talk"}
+        )
+        assert error_of(refused, 503) | {"type": "", "param": ""} == {
+            "message": "no weights: call update_weights", "code": "no_weights", "type": "", "param": "",
+        }  # fmt: skip
+    assert error_of(httpx.post(f"{served}/resume", headers=ADMIN), 503)["code"] == "no_weights"
+    assert httpx.get(f"{served}/ready").status_code == 503
+    assert httpx.get(f"{served}/health").status_code == 200

@@ -156,6 +156,7 @@ class EngineMetrics:
             kv_tokens=manager.pool.num_blocks * longest // manager.max_blocks(longest),
             max_model_len=runner.max_model_len,
             asleep=asleep,
+            has_weights=runner.weights_problem() is None,
             adapters=_adapters(scheduler),
             prefix_hit_requests=self._prefix_hit_requests,
         )

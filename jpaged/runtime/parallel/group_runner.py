@@ -70,10 +70,14 @@ class LeaderRunner:
         """Empty, because no node has all parts of a block."""
         return ""
 
-    def release(self) -> None:
-        """Free the device state on all nodes."""
-        self._group.send("release")
-        self._runner.release()
+    def weights_problem(self) -> str | None:
+        """Reason why no node can run a step with its weights."""
+        return self._runner.weights_problem()
+
+    def release(self, *, discard: bool = False) -> None:
+        """Free the device state, and with `discard` the weights, on all nodes."""
+        self._group.send("release", discard)
+        self._runner.release(discard=discard)
 
     def restore(self, *, weights: bool, kv_cache: bool) -> None:
         """Allocate again on all nodes."""
@@ -122,10 +126,10 @@ def follow(runner: ModelRunner, group: ProcessGroup) -> int:
                 handles[number] = runner.sample(handles[number], masks)
             elif command == "restore":
                 runner.restore(weights=values[0], kv_cache=values[1])
+            elif command == "release":
+                runner.release(discard=values[0])
             else:
-                {"release": runner.release, "stop_profile": runner.stop_profile, "start_profile": runner.start_profile}[
-                    command
-                ](*values)
+                {"stop_profile": runner.stop_profile, "start_profile": runner.start_profile}[command](*values)
         except EngineError as error:
             # node 0 raises the same error, or is stuck in a collective until it hears that this node failed
             leader.send(str(error))
