@@ -437,7 +437,7 @@ class Runner(Protocol[HandleT]):
         ...
 
     def weights_problem(self) -> str | None:
-        """Reason why no step can run with the weights: half of them are replaced, or they are deleted or discarded. None: none."""
+        """Reason why no step can run: the weights are replaced in part, deleted or discarded. None: it can."""
         ...
 
     def release(self, *, discard: bool = False) -> None:

@@ -84,7 +84,7 @@ class DecodeScheduler:
         for request in running:
             schedule = request.schedule
             if schedule.decoding:
-                # One whose last token is on its way takes no one's place: it leaves when that token arrives.
+                # One whose last token is in flight takes no place: it leaves when that token arrives.
                 if schedule.micro_batch != turn or not self._will_decode(request):
                     continue
                 count += 1
