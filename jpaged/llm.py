@@ -380,15 +380,18 @@ class LLM(EngineAccess):
     ) -> WeightUpdate:
         """Replace all weights, without a compile. Waits until no call runs. Later calls use the new weights.
 
-        weights: a tree of live arrays, as for `LLM(config, params=...)`. An array with the shape, dtype, devices and
-            layout of the engine's is used without a copy; the engine follows it no further, so that each update needs a
-            call. Other arrays are copied, one after another.
+        weights: a tree of live arrays, as for `LLM(config, params=...)`, in any layout; a dictionary {Hugging Face's
+            name: jax or numpy array}; an iterator of (name, array), which is read between two steps; or the path of a
+            checkpoint folder, a folder of `jpaged convert`, or a GGUF file. An array that has the shape, dtype,
+            devices and memory layout of the engine's leaf is used without a copy. Others are copied, converted, split
+            and quantised as at the start, leaf by leaf, with memory for at most one leaf more.
         version: label of the weights, in every output: `CompletionOutput.weight_version`. None: the number of updates.
-        layout:  as for `LLM`.
+        layout:  of a tree, as for `LLM`.
 
-        KV of the old weights is not reused. Raises ModelLoadError for weights that do not fit, and RequestError for a
-        bad argument, before anything is replaced. Raises EngineError while the weights sleep. After an error in the
-        middle, requests are refused until an update succeeds.
+        KV of the old weights is not reused. LoRA adapters stay. Raises ModelLoadError for weights that do not fit, and
+        RequestError for a bad argument, before anything is replaced. Raises EngineError while the weights sleep, and
+        with several processes. After an error in the middle, such as an iterator that ends early, requests are refused
+        until an update succeeds. They are also refused after the caller has deleted (donated) an array.
         """
         with self._exclusive("update_weights"):
             leaves = self._prepared(weights, layout, version)

@@ -1,6 +1,6 @@
 """Leaves of a weight update, and what an engine's programs expect of them.
 
-`loading/updates.py` makes `NewLeaf`s from the caller's weights, and `ModelRunner.update_params` uses them.
+`jpaged.loading.updates` makes `NewLeaf`s from the caller's weights, and `ModelRunner.update_params` uses them.
 """
 
 import dataclasses

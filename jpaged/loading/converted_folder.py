@@ -9,6 +9,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from tqdm import tqdm
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import CONVERTED, read_json
 from jpaged.loading.dtypes import BY_NAME
-from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree
+from jpaged.loading.orbax_tree import check_tree, leaf_name, load_tree, read_leaf
 from jpaged.loading.weights import StoredWeights, check_depth
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.quantization import LeafPlacer
 from jpaged.models.spec import DecoderSpec, param_shapes
 from jpaged.version import __version__
@@ -78,7 +80,8 @@ def open_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) ->
     tree = check_converted(folder, spec, config)
     load = functools.partial(_load, folder / PARAMS, tree.spec)
     shapes = lambda dtype, quantizer: quantizer.finish(quantizer.shapes(param_shapes(tree.spec, dtype)))  # noqa: E731
-    return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load, shapes)
+    leaves = functools.partial(_leaves, folder / PARAMS, tree.spec)
+    return StoredWeights(tree.spec, tree.shapes["embed"].dtype, tree.num_bytes, load, shapes, leaves)
 
 
 def check_converted(folder: Path, spec: DecoderSpec, config: CheckpointConfig) -> ConvertedTree:
@@ -113,6 +116,23 @@ def _load(folder: Path, spec: DecoderSpec, dtype: np.dtype, quantizer: LeafPlace
         for name in leaves.keys() - {"layers"}:
             leaves[name] = quantizer.of_layer(layer)(name, leaves[name])
     return quantizer.finish(tree)
+
+
+def _leaves(folder: Path, spec: DecoderSpec, dtype: np.dtype, quantizer: LeafPlacer) -> Iterator[NewLeaf]:
+    """See `StoredWeights.leaves`."""
+
+    def leaf_of(layer: int | None, name: str, shape: jax.ShapeDtypeStruct) -> NewLeaf:
+        path = name if layer is None else f"layers.{layer}.{name}"
+
+        def make() -> Any:
+            return quantizer.of_layer(layer)(name, read_leaf(folder, path, shape.dtype))
+
+        return NewLeaf(layer, name, make, owned=True)
+
+    target = param_shapes(spec, dtype)
+    for layer, shapes in ((None, target), *enumerate(target["layers"])):
+        for name in shapes.keys() - {"layers"}:
+            yield leaf_of(layer, name, shapes[name])
 
 
 def _show(leaf: jax.ShapeDtypeStruct | None) -> str:

@@ -35,7 +35,14 @@ from jpaged.loading.live import check_live, config_values
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
 from jpaged.loading.trees import is_engine_tree, read_tree
-from jpaged.loading.weights import StoredWeights, check_depth, load_weights, plan_weights, planned_shapes
+from jpaged.loading.weights import (
+    StoredWeights,
+    check_depth,
+    load_weights,
+    plan_weights,
+    planned_leaves,
+    planned_shapes,
+)
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
@@ -63,6 +70,7 @@ class LoadedModel:
     kv_scales: KVScales | None = None  # static scales of keys and values in the checkpoint
     stored_dtype: np.dtype | None = None  # of the checkpoint; None: that of params
     stored_spec: DecoderSpec | None = None  # before `split_spec`; None: as `spec`
+    stored_kv_scales: KVScales | None = None  # before `pad_kv_scales`
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -129,6 +137,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         kv_scales=pad_kv_scales(weights.kv_scales, weights.spec, shards),
         stored_dtype=weights.dtype,
         stored_spec=weights.spec,
+        stored_kv_scales=weights.kv_scales,
     )
 
 
@@ -237,7 +246,8 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
     load = functools.partial(load_weights, plan, checkpoint)
     shapes, scales = functools.partial(planned_shapes, plan), read_kv_scales(checkpoint, plan.spec)
     dtype = checkpoint_dtype(reader, checkpoint)
-    stored = StoredWeights(plan.spec, dtype, checkpoint.num_bytes, load, shapes, kv_scales=scales)
+    leaves = functools.partial(planned_leaves, plan, checkpoint)
+    stored = StoredWeights(plan.spec, dtype, checkpoint.num_bytes, load, shapes, leaves, kv_scales=scales)
     if not any(leaf.packed for leaf in plan.leaves):
         return stored
     method = (values.get("quantization_config") or {}).get("quant_method", "modelopt")

@@ -99,11 +99,15 @@ def load_tree(folder: Path, target: Any, on_read: Callable[[int], Any] = lambda 
         )
 
 
-def read_leaf(folder: Path, name: str) -> np.ndarray:
-    """Read one leaf to the host. Raises ModelLoadError."""
+def read_leaf(folder: Path, name: str, dtype: np.dtype | None = None) -> np.ndarray:
+    """Read one leaf to the host. dtype: to convert to. Raises ModelLoadError."""
     try:
         store = ts.open(_spec(folder / name), open=True, context=_MAPPED).result()
+        if dtype is not None:
+            return asyncio.run(_read_part(folder / name, store, dtype))
         return store.read().result()
+    except ModelLoadError:
+        raise
     except Exception as error:  # tensorstore raises several types for damaged files
         raise _damaged(folder / name, f"it cannot be read ({first_line(error)})") from None
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jpaged.loading.safetensors_file import DTYPES
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
+from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, LeafPlacer
 from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
 from pallas_kernels import QuantizedWeight
@@ -85,6 +86,8 @@ class StoredWeights:
     load: Callable[[np.dtype, LeafPlacer], dict[str, Any]]
     # shapes(dtype, quantizer): the tree of `load`, as ShapeDtypeStructs
     shapes: Callable[[np.dtype, LeafPlacer], dict[str, Any]]
+    # leaves(dtype, quantizer): the leaves of `load`, each read when it is made, for an update of a running engine
+    leaves: Callable[[np.dtype, LeafPlacer], Iterable[NewLeaf]]
     format: str | None = None  # of the quantised leaves, in `config.QUANTIZED_FORMATS`; None: there are none
     kv_scales: KVScales | None = None  # static scales of keys and values; None: the checkpoint has none
 
@@ -211,6 +214,24 @@ def load_weights(
                 _done(checkpoint, leaf_plan.files[0], progress.update)
     tree["layers"] = tuple(tree["layers"])
     return quantizer.finish(tree)
+
+
+def planned_leaves(
+    plan: WeightPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: LeafPlacer = UNCHANGED
+) -> Iterator[NewLeaf]:
+    """The leaves of `load_weights`. Each is read when it is made."""
+    return (leaf_of(leaf_plan, checkpoint, dtype, quantizer) for leaf_plan in plan.leaves)
+
+
+def leaf_of(plan: LeafPlan, checkpoint: TensorSource, dtype: np.dtype, quantizer: LeafPlacer) -> NewLeaf:
+    """One leaf of `load_weights`."""
+    of_layer = quantizer.of_layer(plan.leaf.layer)
+
+    def make() -> Any:
+        in_file = functools.partial(_is_in_file, checkpoint=checkpoint, dtype=dtype, quantizer=quantizer)
+        return _on_device(plan, _read(plan, checkpoint, dtype, in_file, lambda _: None), of_layer)
+
+    return NewLeaf(plan.leaf.layer, plan.leaf.leaf, make, owned=True)
 
 
 def _one_ahead(read: Callable[[LeafPlan], Any], plans: tuple[LeafPlan, ...]) -> Iterator[tuple[LeafPlan, Any]]:

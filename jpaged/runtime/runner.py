@@ -11,6 +11,7 @@ makes the next plan, so the device does not wait for the host. Masks that depend
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -286,16 +287,19 @@ class ModelRunner(EnginePrograms):
         """Replace all weights, leaf by leaf. No compile. No step may be in flight.
 
         The caller must then call the engine's `note_new_weights`, so that KV of the old weights is not reused. Raises
-        EngineError while the weights sleep, or if the runner is closed; the old weights stay. After any other error
-        there are no weights, and `weights_problem` says so until a later call succeeds.
+        EngineError while the weights sleep, or if the runner is closed, and the errors of `leaves` before the first
+        leaf; the old weights stay. After any later error there are no weights, and `weights_problem` says so until a
+        later call succeeds.
         """
         if (refusal := self._last.no_update) is not None:
             raise EngineError(refusal)
-        self._half_updated = True
-        if self._drafter is not None:
-            self._drafter.use_target({})
+        later = iter(leaves)
         with pinned():
-            replaced = replace_leaves(self._stages, leaves)
+            first = list(itertools.islice(later, 1))  # errors that come before it leave the old weights
+            self._half_updated = True
+            if self._drafter is not None:
+                self._drafter.use_target({})
+            replaced = replace_leaves(self._stages, itertools.chain(first, later))
         if self._drafter is not None:
             self._drafter.use_target(self._last.params or {})
         self._half_updated = False

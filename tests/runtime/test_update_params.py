@@ -13,8 +13,8 @@ from jax.experimental.layout import Format, Layout
 from jpaged import SamplingParams
 from jpaged.engine.engine import Engine, StepError
 from jpaged.errors import EngineError, ModelLoadError
+from jpaged.loading import LoadedModel
 from jpaged.loading.updates import EngineWeights, prepare
-from jpaged.models.quantization import UNCHANGED
 from jpaged.models.spec import WeightLayout
 from jpaged.runtime.runner import ModelRunner
 from tests.support.random_decoder import CONFIG, SPEC, random_params
@@ -43,9 +43,8 @@ def runner(old):
 
 
 def leaves_of(runner, params):
-    layout, dtype = WeightLayout(), np.dtype(np.float32)
-    weights = EngineWeights(SPEC, layout, dtype, UNCHANGED, runner.first_device, runner.weight_slots)
-    return prepare(params, weights)
+    loaded = LoadedModel(SPEC, {}, WeightLayout(), np.dtype(np.float32), {}, {}, None, "live arrays")
+    return prepare(params, EngineWeights.of(loaded, CONFIG, runner.weight_slots, runner.first_device))()
 
 
 def update(runner, params):

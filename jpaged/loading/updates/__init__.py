@@ -1,0 +1,52 @@
+"""New weights for a running engine, checked before the first leaf of the old ones is replaced.
+
+1. `prepare` checks the caller's weights against the model, and lists their leaves in the engine's tree.
+2. `ModelRunner.update_params` calls `NewLeaf.make` for one leaf after another.
+
+| Weights | Module |
+|---|---|
+| a tree of live arrays | `tree_update.py` |
+| arrays by Hugging Face's names: a dictionary or an iterator | `named_update.py` |
+| a folder or a GGUF file | `stored_update.py` |
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from jpaged.errors import RequestError
+from jpaged.loading.updates.copies import copies
+from jpaged.loading.updates.engine_weights import EngineWeights
+from jpaged.loading.updates.named_update import prepare_iterator, prepare_names
+from jpaged.loading.updates.stored_update import prepare_path
+from jpaged.loading.updates.tree_update import prepare_tree
+from jpaged.models.new_leaves import NewLeaf
+from jpaged.models.spec import WeightLayout
+
+__all__ = ["EngineWeights", "copies", "prepare"]
+
+
+def prepare(
+    weights: Any, engine: EngineWeights, layout: WeightLayout | None = None
+) -> Callable[[], Iterable[NewLeaf]]:
+    """Check new weights. Returns a function that returns their leaves, to be called once. Changes nothing.
+
+    weights: a tree of live arrays, as for `LLM(config, params=...)`; a dictionary {Hugging Face's name: jax or numpy
+        array}; an iterator of (name, array); the path of a checkpoint folder, a converted folder or a GGUF file.
+    layout:  of the tree; None: detected.
+
+    Raises ModelLoadError that names the leaf or the tensor, and RequestError for a bad argument. An iterator can only
+    be checked while it is read: its leaves raise these errors later.
+    """
+    is_tree = isinstance(weights, Mapping) and ("layers" in weights or not any("." in str(name) for name in weights))
+    if layout is not None and not (is_tree and isinstance(layout, WeightLayout)):
+        raise RequestError("layout", layout, "must be a jpaged.models.spec.WeightLayout, and goes with a tree")
+    if isinstance(weights, Mapping):
+        leaves = prepare_tree(weights, engine, layout) if is_tree else prepare_names(weights, engine)
+        return lambda: leaves
+    if isinstance(weights, (str, os.PathLike)):
+        return prepare_path(os.fspath(weights), engine)
+    if isinstance(weights, Iterator):
+        return lambda: prepare_iterator(weights, engine)
+    known = "must be a tree of arrays, a dictionary of arrays by name, an iterator of (name, array), or a path"
+    raise RequestError("weights", type(weights).__name__, known)

@@ -1,0 +1,81 @@
+"""An update with a checkpoint: a folder, a folder that `jpaged convert` wrote, or a GGUF file."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.errors import ModelLoadError
+from jpaged.loading.model import open_weights
+from jpaged.loading.updates.engine_weights import EngineWeights
+from jpaged.loading.updates.tree_update import in_layout
+from jpaged.loading.weights import StoredWeights
+from jpaged.models.new_leaves import NewLeaf
+from jpaged.models.spec import WeightLayout
+
+
+def prepare_path(path: str, engine: EngineWeights) -> Callable[[], Iterator[NewLeaf]]:
+    """Check a checkpoint. Returns a function that reads its leaves. Errors as in `prepare`.
+
+    The files are checked again before the first leaf is read.
+    """
+    with _opened(path, engine):
+        pass
+    return lambda: _leaves(path, engine)
+
+
+def _leaves(path: str, engine: EngineWeights) -> Iterator[NewLeaf]:
+    with _opened(path, engine) as stored:
+        for leaf in stored.leaves(engine.dtype, engine.placer):
+            yield from in_layout(engine.on_device(leaf), engine)
+
+
+@contextlib.contextmanager
+def _opened(path: str, engine: EngineWeights) -> Iterator[StoredWeights]:
+    """Open a checkpoint, and check that its weights fit the engine. Raises ModelLoadError."""
+    where = pathlib.Path(path).expanduser()
+    if not where.exists():
+        raise ModelLoadError(f"{path}: there is no such file or folder")
+    config = dataclasses.replace(engine.config, model=str(where), load_format="auto")
+    with open_weights(config, where) as (_, stored):
+        _check(path, stored, engine)
+        yield stored
+
+
+def _check(path: str, stored: StoredWeights, engine: EngineWeights) -> None:
+    if stored.spec != engine.spec:
+        names = [field.name for field in dataclasses.fields(engine.spec)]
+        changes = [
+            f"{name} {getattr(stored.spec, name)} instead of {getattr(engine.spec, name)}"
+            for name in names if getattr(stored.spec, name) != getattr(engine.spec, name)
+        ]  # fmt: skip
+        raise ModelLoadError(f"{path}: the weights are of another model than the engine's: {'; '.join(changes)}")
+    if repr(stored.kv_scales) != repr(engine.kv_scales):
+        raise ModelLoadError(f"{path}: the scales of keys and values differ from the engine's, which are compiled in")
+    if engine.layout != WeightLayout():  # of live arrays, which are dense
+        if stored.format is not None:
+            raise ModelLoadError(f"{path}: the weights are quantised ({stored.format}), and the engine's are not")
+        return
+    shapes = stored.shapes(engine.dtype, engine.placer)
+    found, wanted = (_described(tree) for tree in (shapes, _trees(engine)))
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            have, want = found.get(name, "missing"), wanted.get(name, "missing")
+            raise ModelLoadError(
+                f"{path}: {name} is {have}, and the engine has {want}: the weights must be quantised as those that the "
+                "engine started with"
+            )
+
+
+def _trees(engine: EngineWeights) -> Any:
+    return tuple(engine.slots) if len(engine.slots) > 1 else engine.slots[0]
+
+
+def _described(tree: Any) -> dict[str, str]:
+    """Name, dtype and shape of each array of a tree."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in pairs}
