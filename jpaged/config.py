@@ -218,6 +218,10 @@ class EngineConfig:
     processed_logprobs: log-probabilities after temperature, penalties and filters. raw_logits, processed_logits: the
     same before normalisation."""
 
+    return_sampling_mask: bool = False
+    """Requests may have the ids from which each token was drawn, after all filters (`sampling_mask` of an answer).
+    Steps of such requests then download one bit for each id of the vocabulary and row."""
+
     max_grammar_bytes: int = 65536
     """Maximum size of a request's JSON schema, grammar or list of choices, in bytes."""
 

@@ -61,6 +61,7 @@ class EngineArguments(TypedDict, total=False):
     disable_log_stats: bool
     max_logprobs: int
     logprobs_mode: str
+    return_sampling_mask: bool
     max_grammar_bytes: int
     max_grammar_depth: int
     max_grammar_enum: int

@@ -42,6 +42,38 @@ class Logprob:
         return dataclasses.replace(self, rank=None)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """The ids from which each token of an answer was drawn: those that the masks and filters of its request kept.
+
+    A trainer that normalises its logits, divided by the temperature, over these ids has the distribution of the draw.
+    """
+
+    token_ids: list[np.ndarray]  # int32[kept ids] for each token, ascending; the token's own id is among them
+
+    def flat(self) -> tuple[np.ndarray, np.ndarray]:
+        """All ids as int32[K], and int32[tokens + 1]: the ids of token i are ids[offsets[i] : offsets[i + 1]]."""
+        offsets = np.cumsum([0, *map(len, self.token_ids)], dtype=np.int32)
+        return np.concatenate([np.zeros(0, np.int32), *self.token_ids]), offsets
+
+    def padded(self, width: int, *, fill: int = -1) -> np.ndarray:
+        """int32[tokens, width]: the ids of each token, then `fill`. Raises ValueError if a token has more ids."""
+        most = max(map(len, self.token_ids), default=0)
+        if most > width:
+            raise ValueError(f"width={width}: a token has {most:,} ids. Use a larger width, or a smaller top_k")
+        padded = np.full((len(self.token_ids), width), fill, np.int32)
+        for row, ids in zip(padded, self.token_ids, strict=True):
+            row[: len(ids)] = ids
+        return padded
+
+    def dense(self, vocab_size: int) -> np.ndarray:
+        """bool[tokens, vocab_size]: True for the ids."""
+        kept = np.zeros((len(self.token_ids), vocab_size), bool)
+        for row, ids in zip(kept, self.token_ids, strict=True):
+            row[ids] = True
+        return kept
+
+
 @dataclasses.dataclass(slots=True)
 class CompletionOutput:
     """One answer to a prompt: everything generated so far.
@@ -57,7 +89,8 @@ class CompletionOutput:
     weight_version: version of the weights that computed the last token (`LLM.update_weights`); 0: those of the start.
     weight_changes: (index of the first token of the answer that these weights computed, their version), in order. The
                    first index is 0.
-    With output_kind DELTA, text, token_ids, logprobs and text_offsets have only the new part.
+    sampling_mask: the ids from which each token was drawn; see `SamplingParams.return_sampling_mask`.
+    With output_kind DELTA, text, token_ids, logprobs, text_offsets and sampling_mask have only the new part.
     """
 
     index: int
@@ -71,6 +104,7 @@ class CompletionOutput:
     message: ParsedAnswer | None = None
     weight_version: WeightVersion = 0
     weight_changes: tuple[tuple[int, WeightVersion], ...] = ((0, 0),)
+    sampling_mask: SamplingMask | None = None
 
     def finished(self) -> bool:
         """Return True if the answer is complete."""
@@ -78,8 +112,12 @@ class CompletionOutput:
 
     def followed_by(self, later: "CompletionOutput") -> "CompletionOutput":
         """Join this output with the next one of the same answer, both with output_kind DELTA."""
+        mask = later.sampling_mask
+        if mask is not None and self.sampling_mask is not None:
+            mask = SamplingMask(self.sampling_mask.token_ids + mask.token_ids)
         return dataclasses.replace(
             later,
+            sampling_mask=mask,
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
             logprobs=_joined(self.logprobs, later.logprobs),

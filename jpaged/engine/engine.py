@@ -48,6 +48,7 @@ from jpaged.metrics import EngineMetricsSnapshot, PhaseSeconds
 from jpaged.outputs import EngineStats, WeightUpdate, WeightVersion
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.params.scoring import ScoringParams
 
 __all__ = ["Engine", "EngineOptions", "Output", "SchedulingOptions", "StepError"]
 
@@ -129,7 +130,7 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | ScoringParams,
         *,
         stream: bool = False,
         priority: int = 0,

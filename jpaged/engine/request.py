@@ -103,6 +103,7 @@ class OutputState:
     reasoning_budget: ReasoningBudget | None = None
     matcher: GrammarMatcher | None = None  # position in the grammar
     jumps: bool = False                    # append forced tokens without sampling them
+    kept_ids: list[np.ndarray] | None = None  # int32 ids from which each token was drawn; None: not requested
     text: AnswerText | None = None         # None: no tokenizer, or not requested
     num_emitted: int = 0                   # output tokens in the outputs that the caller has
     end_emitted: bool = False              # the caller has the finish reason
@@ -177,6 +178,8 @@ class Request:
             output.prompt_logprobs, self.schedule.num_scored = [None], 1
         if params.needs_logprobs:
             output.cumulative_logprob = 0.0
+        if params.return_sampling_mask:
+            output.kept_ids = []
         if params.repetition_detection is not None:
             output.repetition = RepetitionWatch(cast(RepetitionDetectionParams, params.repetition_detection))
 
@@ -288,7 +291,7 @@ class Request:
 
 def _smallest_sampler(params: SamplingParams) -> SamplerVariant:
     """The smallest sampler that supports these parameters."""
-    if params.needs_logprobs:
+    if params.needs_logprobs or params.return_sampling_mask:
         return SamplerVariant.FULL
     if params.greedy:
         return SamplerVariant.GREEDY

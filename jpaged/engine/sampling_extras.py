@@ -149,3 +149,10 @@ def pack_mask(allowed: np.ndarray) -> np.ndarray:
     """Pack bool[N] into uint32[ceil(N / 32)]: entry i is bit i % 32 of word i // 32."""
     bits = np.packbits(allowed, bitorder="little")
     return np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)
+
+
+def unpack_mask(words: np.ndarray) -> np.ndarray:
+    """The ids, int32, whose bits are set in uint32[words]. Reads only words that are not 0: most are."""
+    used = np.flatnonzero(words)
+    word, bit = np.nonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").reshape(-1, 32))
+    return (32 * used[word] + bit).astype(np.int32)

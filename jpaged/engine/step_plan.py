@@ -116,6 +116,7 @@ class RowInit:
     columns: Sequence[float] = tuple(NEUTRAL_COLUMNS.values())  # sampling parameters, in the order of `COLUMNS`
     processors: int = 0            # bit i is set if the request uses custom processor i
     logprobs: bool = False         # return log-probabilities of this row's tokens; if False, they are undefined
+    sampling_mask: bool = False    # return the ids from which this row's tokens were drawn; False: undefined
     extras: RowExtras | None = None
     adapter_slot: int = NO_ADAPTER
 
@@ -292,6 +293,8 @@ class StepResult:
     # int32[R, K]    most likely first, or ids of `RowExtras.scores_bias_ids`; K = max_logprobs
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None  # float32[R, K]
+    # Ids from which the token was drawn; see `mask_words`. Only with SamplerVariant.FULL and `returns_sampling_mask`.
+    kept_ids: np.ndarray | None = None      # uint32[R, words]
     scores: "Scores | None" = None          #                of the plan's `scored`
     # Only if the model pools: the last token's hidden state after the final norm, or a classifier's scores.
     pooled: np.ndarray | None = None        # float32[R, size]
@@ -337,6 +340,7 @@ class Runner(Protocol[HandleT]):
     vocab_size: int
     max_logprobs: int
     logprobs_mode: str           # see `EngineConfig`
+    returns_sampling_mask: bool  # `StepResult.kept_ids` are returned to rows that ask for them
     # Longer sequences need KV computed with a rope_len above this length (longrope). None: the rope never switches.
     longrope_switch_len: int | None
     host_slots: int                        # slots of the host tier; 0: there is none

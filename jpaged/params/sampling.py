@@ -187,6 +187,11 @@ class SamplingParams:
     """For each prompt token except the first, return log-probabilities and ranks of it and of `prompt_logprobs` most
     likely tokens, from unchanged logits. Values as for `logprobs`."""
 
+    return_sampling_mask: bool | None = parameter(None, http=False)
+    """Return the ids from which each token was drawn, after all filters: `CompletionOutput.sampling_mask`. True needs
+    an engine with the option `return_sampling_mask`, a temperature above 0, and a parameter that drops ids. None: True
+    if all three are given."""
+
     repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
     """End an answer that repeats itself, with finish_reason "repetition", but not before `min_tokens`. None: never.
     Stored as RepetitionDetectionParams."""
@@ -277,8 +282,9 @@ class SamplingParams:
             integer("prompt_logprobs", low=-1, accepted=ACCEPTED_LOGPROBS)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             self._boolean(name)
-        if self.skip_reading_prefix_cache is not None:
-            self._boolean("skip_reading_prefix_cache")
+        for name in ("skip_reading_prefix_cache", "return_sampling_mask"):
+            if getattr(self, name) is not None:
+                self._boolean(name)
         for name in ("include_stop_str_in_output", "spaces_between_special_tokens"):
             self._boolean(name)
         self._check_stop()
@@ -337,9 +343,16 @@ class SamplingParams:
         """True if forced tokens must be sampled: a parameter needs their log-probabilities, counts or forbids them."""
         others = (
             self.needs_logprobs, self.has_penalties, self.bad_words, self.allowed_token_ids, self.min_tokens,
-            self.logits_processors,
+            self.logits_processors, self.return_sampling_mask,
         )  # fmt: skip
         return any(others) or self.thinking_token_budget is not None
+
+    @property
+    def drops_ids(self) -> bool:
+        """True if a filter or a mask keeps some ids from being sampled."""
+        masks = (self.allowed_token_ids, self.bad_words, self.structured_outputs)
+        filters = (name for name, one in PARAMETERS.items() if one.filters)
+        return any(masks) or any(getattr(self, name) != NEUTRAL_COLUMNS[name] for name in filters)
 
     @property
     def needs_extras(self) -> bool:

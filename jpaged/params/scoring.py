@@ -49,4 +49,6 @@ class ScoringParams:
                 accepted = "is not applied by score, because its mask differs from token to token: leave it out"
                 raise RequestError(name, getattr(given, name), accepted)
         applied = {name: getattr(given, name) for name in APPLIED}
-        return SamplingParams(**applied, max_tokens=1, ignore_eos=True, detokenize=False)
+        return SamplingParams(
+            **applied, max_tokens=1, ignore_eos=True, detokenize=False, return_sampling_mask=False
+        )

@@ -106,6 +106,7 @@ class ModelRunner(EnginePrograms):
         self._pairs_of_token = blueprint.pairs_of_token
         self.hidden_bytes = self.spec.hidden_size * blueprint.dtype.itemsize  # per token
         self.max_logprobs, self.logprobs_mode = blueprint.num_logprobs, self._config.logprobs_mode
+        self._mask_words, self.returns_sampling_mask = blueprint.mask_words, blueprint.mask_words > 0
         self.max_drafts = blueprint.max_drafts
         self.num_adapter_slots = 0 if blueprint.model.adapters is None else blueprint.model.adapters.slots
         shapes = blueprint.program_shapes
@@ -250,7 +251,9 @@ class ModelRunner(EnginePrograms):
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for a step and download its result. Raises EngineError if the device fails."""
         with pinned(DOWNLOADS), self._counter.watching(), self._recovering():
-            return download(handle, pools=self.spec.pools, pairs_of_token=self._pairs_of_token)
+            return download(
+                handle, pools=self.spec.pools, pairs_of_token=self._pairs_of_token, mask_words=self._mask_words
+            )
 
     def proposed(self, handle: StepHandle) -> np.ndarray:
         """Drafts of the drafter on the device for a verify step: int32[R, max_drafts]; -1: no draft."""

@@ -51,6 +51,7 @@ class Flag(enum.IntFlag):
     MASK = 4
     LOGPROBS = 8  # the row wants log-probabilities
     BIAS_SCORES = 16  # log-probabilities are of its first `bias_ids`, not of the most likely ids
+    SAMPLING_MASK = 32  # the row wants the ids from which its token was drawn
 
 
 # FLAGS holds 1 + the slot of the row's adapter from this bit on; 0: the base model alone. A column of its own would
@@ -180,6 +181,7 @@ def row_values(init: RowInit) -> np.ndarray:
     values[Field.ROPE_LEN] = init.rope_len
     values[Field.SAMPLE_INDEX] = init.sample_index
     values[Field.FLAGS] = _flags(init.extras) | (Flag.LOGPROBS if init.logprobs else 0)
+    values[Field.FLAGS] |= Flag.SAMPLING_MASK if init.sampling_mask else 0
     values[Field.FLAGS] |= 1 + init.adapter_slot << ADAPTER_BIT
     values[Field.PROCESSORS] = init.processors
     floats = values.view(np.float32)

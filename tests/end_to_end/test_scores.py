@@ -67,6 +67,7 @@ def check(engine, answers, **options):
         score = done[str(number)].score
         entries = [entry[token_id] for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
         assert score.num_prompt_tokens == len(prompt)
+        assert done[str(number)].outputs[0].finish_reason == "length"
         np.testing.assert_array_equal(score.logprobs, np.array([entry.logprob for entry in entries], np.float32))
         assert score.ranks.tolist() == [entry.rank for entry in entries]
     return sum(output.num_cached_tokens for output in done.values())

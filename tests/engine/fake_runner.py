@@ -74,6 +74,7 @@ class FakeRunner:
     vocab_size: int = 97
     max_logprobs: int = 3
     logprobs_mode: str = "raw_logprobs"
+    returns_sampling_mask: bool = False
     compiles_after_ready: int = 0
     is_ready: bool = True
     cacheable_up_to: int = 10**9
@@ -474,7 +475,7 @@ class FakeRunner:
         for index, row in enumerate(plan.rows if plan.drafts is None else ()):  # a beam has no drafts
             if plan.samples[index] and self.inits[row].beam_temperature > 0:
                 top_ids[index], top_logprobs[index] = candidates(int(tokens[index]), self.vocab_size, self.max_logprobs)
-        return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top_ids, top_logprobs, scores)
+        return StepResult(tokens, -tokens / 10, np.ones_like(tokens), top_ids, top_logprobs, scores=scores)
 
 
 def next_allowed(token: int, mask: np.ndarray | None, vocab_size: int) -> int:

@@ -12,6 +12,7 @@ from jpaged.engine.strategies.pooled_outputs import Pooling
 from jpaged.errors import RequestError
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
+from jpaged.params.scoring import ScoringParams
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=16, max_logprobs=5, eos_token_ids=(7, 8), eos_token_id=9)
 
@@ -182,6 +183,49 @@ def test_log_probabilities_of_named_ids():
         with pytest.raises(RequestError, match=says) as caught:
             process("A", logprob_token_ids=ids)
         assert caught.value.parameter == "logprob_token_ids"
+
+
+def test_sampling_masks_are_returned_only_where_they_can_be():
+    masked = InputProcessor(dataclasses.replace(LIMITS, returns_sampling_mask=True), Letters())
+
+    def asked(**fields):
+        return masked.process("r", "A", SamplingParams(**fields)).first.params.return_sampling_mask
+
+    assert asked(top_k=5) is asked(min_p=0.1, return_sampling_mask=True) is asked(allowed_token_ids=[1, 2]) is True
+    assert asked(top_k=5, temperature=0) is asked() is asked(use_beam_search=True, n=2) is None
+    assert asked(top_k=5, return_sampling_mask=False) is False
+    assert process("A", top_k=5).first.params.return_sampling_mask is None
+    wrong = [
+        (masked, {"temperature": 0, "top_k": 5}, "temperature above 0"), (masked, {}, "no id is dropped"),
+        (masked, {"use_beam_search": True, "n": 2, "top_k": 5}, "no beam search"),
+        (INPUTS, {"top_k": 5}, "needs an engine with the option return_sampling_mask=True"),
+    ]  # fmt: skip
+    for inputs, fields, says in wrong:
+        with pytest.raises(RequestError, match=says) as caught:
+            inputs.process("r", "A", SamplingParams(**fields, return_sampling_mask=True))
+        assert caught.value.parameter == "return_sampling_mask"
+
+
+def test_what_cannot_be_scored_is_refused():
+    processed = InputProcessor(dataclasses.replace(LIMITS, processed_logprobs=True), Letters())
+    given = SamplingParams(temperature=0.5, top_k=4, logit_bias={1: 2.0}, n=3, stop="B", max_tokens=5, logprobs=1)
+    request = processed.process("r", "ABC", ScoringParams(given, 2)).first
+    assert (request.score_from, request.scores_processed, request.max_total_tokens) == (2, True, 4)
+    assert (request.params.temperature, request.params.top_k, request.params.n, request.params.stop) == (0.5, 4, 1, ())
+    own = processed.process("r", "ABC", ScoringParams(None, 2)).first
+    assert (own.scores_processed, own.params.greedy) == (False, True)
+    wrong = [
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"min_tokens": 2}, "min_tokens"),
+        ({"use_beam_search": True, "n": 2}, "use_beam_search"),
+    ]  # fmt: skip
+    for fields, name in wrong:
+        with pytest.raises(RequestError) as caught:
+            processed.process("r", "ABC", ScoringParams(SamplingParams(**fields), 1))
+        assert caught.value.parameter == name
+        INPUTS.process("r", "ABC", ScoringParams(SamplingParams(**fields), 1))  # raw values do not depend on them
+    for count in (0, True, 4):
+        with pytest.raises(RequestError, match="num_prompt_tokens"):
+            INPUTS.process("r", "ABC", ScoringParams(None, count))
 
 
 def test_where_a_request_ends():

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from jpaged.cli.common.demo_prompts import BUILT_IN_PROMPTS
 from jpaged.config import EngineConfig
 from jpaged.engine.request import Request
-from jpaged.engine.sampling_extras import SamplingExtras
+from jpaged.engine.sampling_extras import SamplingExtras, unpack_mask
 from jpaged.engine.scheduling.plan_builder import row_init
 from jpaged.engine.step_plan import RowMask, SamplerVariant
 from jpaged.kv_groups import group_layers
@@ -35,7 +35,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions, sample_tokens, score_tokens
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, SamplingState, StateSizes, create_state, row_values
 from jpaged.runtime.step.row_extras import ExtrasUploader
-from tests.sampling.sampling_oracle import MODES, Oracle, chi_square, distribution, logprobs, rank
+from tests.sampling.sampling_oracle import MODES, Oracle, chi_square, distribution, log_softmax, logprobs, rank
 from tests.support.covering import all_pairs
 
 DEMO = "jpaged/demo_model"
@@ -87,6 +87,7 @@ class DeviceRow:
     # logprobs_mode -> token -> (value, rank): for the NUM_LOGPROBS tokens with the largest values, and for draws[0]
     logprobs: Mapping[str, Mapping[int, tuple[float, int]]]
     score: float  # processed log-probability of draws[0], from `score_tokens`
+    mask: np.ndarray  # bool[vocab]  the sampling mask
 
 
 def device_distribution(rows: Sequence[Row], num_draws: int, modes: Sequence[str] = ()) -> list[DeviceRow]:
@@ -114,7 +115,7 @@ DRAWS_AT_ONCE = 2000
 
 @functools.cache
 def _sampler(mode: str, num_logprobs: int) -> Any:
-    options = SamplerOptions(num_logprobs, mode, (PROCESSOR,))
+    options = SamplerOptions(num_logprobs, mode, (PROCESSOR,), returns_mask=mode == "processed_logprobs")
     return jax.jit(functools.partial(sample_tokens, variant=SamplerVariant.FULL, options=options))
 
 
@@ -144,7 +145,9 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
     fields = np.zeros((BATCH, NUM_FIELDS), np.int32)
     for number, row in enumerate(rows):
         processors = None if row.scale_by is None else {"scale": {"by": row.scale_by}}
-        params = SamplingParams(**row.params, max_tokens=64, logits_processors=processors, logprobs=1)
+        params = SamplingParams(
+            **row.params, max_tokens=64, logits_processors=processors, logprobs=1, return_sampling_mask=True
+        )
         extras = SamplingExtras(
             params, vocab, end_token_ids=row.stop_ids, bad_words=row.bad_word_ids, processors=(PROCESSOR,)
         )
@@ -188,7 +191,9 @@ def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str]) -> list[Devi
         if row.params["temperature"] == 0:
             probs = (np.arange(vocab) == draws[0]).astype(np.float32)
         reported = {mode: _reported(results[mode], index, draws[0]) for mode in modes}
-        answers.append(DeviceRow(probs > 0, probs, draws, reported, float(scored.logprobs[index])))
+        mask = np.zeros(vocab, bool)
+        mask[unpack_mask(np.asarray(whole.kept_ids)[index])] = True
+        answers.append(DeviceRow(probs > 0, probs, draws, reported, float(scored.logprobs[index]), mask))
     return answers
 
 
@@ -417,6 +422,19 @@ def test_scores(answers: list[tuple[Row, DeviceRow]]):
     for row, answer in answers:
         token = int(answer.draws[0])
         assert answer.score == answer.logprobs["processed_logprobs"][token][0], row.params
+
+
+def test_sampling_masks(answers: list[tuple[Row, DeviceRow]]):
+    """They are the oracle's ids. Its logits, normalised over them, are the log-probabilities of the draws."""
+    drawn = [(row, answer) for row, answer in answers if row.params["temperature"] > 0]
+    assert len(drawn) > 20
+    for row, answer in drawn:
+        assert row.oracle.accepts(answer.mask), row.params
+        wanted = log_softmax(np.where(answer.mask, row.oracle.scaled_logits, -np.inf))
+        room = 8 * 2.0**-24 * np.abs(row.oracle.scaled_logits[answer.mask]).max() + 1e-6
+        assert answer.mask[answer.draws].all()
+        for token, (value, _) in answer.logprobs["processed_logprobs"].items():
+            assert value == pytest.approx(wanted[token], abs=room), row.params
 
 
 @pytest.mark.parametrize(

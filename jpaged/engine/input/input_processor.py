@@ -113,7 +113,7 @@ class InputProcessor:
         elif isinstance(params, ScoringParams):
             params = params.request_params(processed=processed)
         self._check_params(params)
-        params = _counted(params, self.limits.vocab_size)
+        params = self._with_sampling_mask(_counted(params, self.limits.vocab_size))
         self._check_priority(priority)
         checked = self._prompts.read(prompt, params, cancelled)
         token_ids = checked.token_ids
@@ -197,6 +197,25 @@ class InputProcessor:
             return None
         reasoning = None if tags is None or ended else ReasoningPrefix(tags.start, tags.end, opened)
         return self._grammar(params, reasoning, requester)
+
+    def _with_sampling_mask(self, params: SamplingParams) -> SamplingParams:
+        """Decide a `return_sampling_mask` of None. Raises RequestError for a True that cannot be answered."""
+        asked, returns = params.return_sampling_mask, self.limits.returns_sampling_mask
+        if asked is None:
+            if returns and params.drops_ids and not params.greedy and not params.use_beam_search:
+                return dataclasses.replace(params, return_sampling_mask=True)
+            return params
+        if asked:
+            reason = (
+                "needs an engine with the option return_sampling_mask=True" if not returns
+                else "needs random sampling: a temperature above 0, and no beam search"
+                if params.greedy or params.use_beam_search
+                else "has no use, because no id is dropped: set top_k, top_p or min_p, or leave it out"
+                if not params.drops_ids else None
+            )  # fmt: skip
+            if reason is not None:
+                raise RequestError("return_sampling_mask", asked, reason)
+        return params
 
     def _check_max_tokens(self, max_tokens: int, prompt_len: int, *, refuse: bool) -> None:
         """Refuse, or log once, a max_tokens that the model cannot reach after the prompt."""

@@ -11,6 +11,7 @@ from typing import Any
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.detokenizer import TextDecoder, text_decoder
 from jpaged.engine.request import Request, RequestStatus
+from jpaged.engine.sampling_extras import unpack_mask
 from jpaged.engine.step_plan import Scores, StepResult
 from jpaged.errors import EngineError
 from jpaged.outputs import Logprob
@@ -92,6 +93,12 @@ class AnswerWriter:
         if request.params.logprob_token_ids:  # the order of the ids is not their rank
             entries = {each: entry if each == token_id else entry.without_rank() for each, entry in entries.items()}
         output.logprobs.append(entries)
+
+    def append_kept_ids(self, request: Request, result: StepResult, index: int) -> None:
+        """Append the ids from which row `index` of a step drew its token."""
+        if result.kept_ids is None or request.output.kept_ids is None:
+            raise EngineError(f"request {request.request_id} needs a sampling mask, but the step returned none")
+        request.output.kept_ids.append(unpack_mask(result.kept_ids[index]))
 
     def append_prompt_logprobs(self, request: Request, scores: Scores, entries: slice) -> None:
         """Append the log-probabilities of the next prompt tokens. entries: their indices in the step's scores."""

@@ -262,6 +262,7 @@ def row_init(request: Request, vocab_size: int, adapter_slot: int = NO_ADAPTER) 
         columns=_columns(params, vocab_size, greedy=greedy),
         processors=0 if extras is None else extras.processors,
         logprobs=params.needs_logprobs,
+        sampling_mask=bool(params.return_sampling_mask),
         extras=None if extras is None else extras.row_extras(request),
         adapter_slot=adapter_slot,
     )

@@ -20,7 +20,7 @@ from jpaged.engine.strategies.base import (
     returned_ends,
     sampling_error,
 )
-from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.outputs import CompletionOutput, RequestOutput, SamplingMask
 from jpaged.params.sampling import RequestOutputKind
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class SampleStrategy(Strategy):
         context.counters.generated_tokens += 1
         if request.output.cumulative_logprob is not None:
             context.writer.append_logprobs(request, token_id, collected.result, sample)
+        if request.output.kept_ids is not None:
+            context.writer.append_kept_ids(request, collected.result, sample)
         return context.writer.append(request, token_id, collected.now)
 
     def is_due(self, request: Request) -> bool:
@@ -159,4 +161,5 @@ def _completion(request: Request, *, delta: bool) -> CompletionOutput:
         None,
         changes[-1][1],
         changes,
+        None if output.kept_ids is None else SamplingMask(output.kept_ids[first:]),
     )

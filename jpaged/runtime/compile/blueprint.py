@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import mask_words
 from jpaged.errors import EngineError, ModelLoadError, first_line
 from jpaged.models.draft_head import HeadSpec
 from jpaged.models.kv_scales import KVScales
@@ -153,8 +154,13 @@ class Blueprint:
         rows = 8 if self.placement.platform == "cpu" else 64
         return SamplerOptions(
             self.num_logprobs, self.config.logprobs_mode, self.model.processors, rows_per_search=rows,
-            fixed_sums=self.placement.shards.parts > 1,
+            fixed_sums=self.placement.shards.parts > 1, returns_mask=self.mask_words > 0,
         )  # fmt: skip
+
+    @property
+    def mask_words(self) -> int:
+        """Words of the kept ids that FULL `sample` programs return for each token; 0: they return none."""
+        return mask_words(self.model.spec.vocab_size) if self.config.return_sampling_mask else 0
 
     @property
     def mask_shape(self) -> jax.ShapeDtypeStruct | None:

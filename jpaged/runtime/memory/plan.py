@@ -227,6 +227,7 @@ def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None
     if isinstance(most, bool) or not isinstance(most, int) or most < -1:
         raise ModelLoadError(f"max_logprobs={most!r}: must be a whole number of at least 0, or -1 for all ids")
     count = spec.vocab_size if most < 0 else min(most, spec.vocab_size)
+    # A sampling mask takes at most 1 / 8 byte for an id: 39 MB for 2,048 rows and 151,936 ids.
     size = max_num_seqs * count * 8  # 4 bytes for an id, 4 for its log-probability
     if size > MAX_LOGPROB_BYTES and not spec.pools:
         fits = MAX_LOGPROB_BYTES // (8 * max_num_seqs)

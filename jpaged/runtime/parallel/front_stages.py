@@ -54,7 +54,7 @@ class FrontStages:
         self._accept: dict[tuple[int, ...], Any] = {}
         if self.stages:
             self._after.append(last.blueprint.placement)
-            wide = 3 + 2 * last.blueprint.num_logprobs
+            wide = 3 + 2 * last.blueprint.num_logprobs + last.blueprint.mask_words
             for shape in last.blueprint.program_shapes:
                 if isinstance(shape, SampleShape):
                     columns = wide if shape.variant is SamplerVariant.FULL else 1

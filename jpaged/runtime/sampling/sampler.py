@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant, Scores
+from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant, Scores, mask_words
 from jpaged.errors import RequestError
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.params.sampling import COLUMNS, GREEDY_BELOW, NUMBERS
@@ -49,13 +49,14 @@ Tree = TypeVar("Tree")  # a pytree of arrays
 
 @flax.struct.dataclass
 class Sampled:
-    """Tokens and their log-probabilities, which only SamplerVariant.FULL and `score` return; else None."""
+    """Tokens, and what only SamplerVariant.FULL and `score` return: their log-probabilities, and kept ids."""
 
     token_ids: Leaf                   # int32[rows]
     logprobs: Leaf | None = None      # float32[rows]
     ranks: Leaf | None = None         # int32[rows]
     top_ids: Leaf | None = None       # int32[rows, num_logprobs]
     top_logprobs: Leaf | None = None  # float32[rows, num_logprobs]
+    kept_ids: Leaf | None = None      # uint32[rows, words]  `SamplerOptions.returns_mask`; bits as in `mask_words`
 
     def packed(self) -> Int[Array, "rows columns"]:
         """All fields as columns of one array, for one download. Floats are stored as their bits."""
@@ -64,14 +65,24 @@ class Sampled:
         return jnp.concatenate([lax.bitcast_convert_type(column, jnp.int32) for column in columns], axis=1)
 
 
-def unpack(packed: Int[np.ndarray, "rows columns"]) -> tuple[Int[np.ndarray, " rows"], Scores | None]:
-    """Token ids and log-probabilities of a downloaded `Sampled.packed`. Scores are None if there is one column."""
-    token_ids, columns = packed[:, 0], packed.shape[1]
-    if columns == 1:
-        return token_ids, None
+def unpack(
+    packed: Int[np.ndarray, "rows columns"], mask_words: int = 0
+) -> tuple[Int[np.ndarray, " rows"], Scores | None, UInt[np.ndarray, "rows words"] | None]:
+    """Token ids, log-probabilities and kept ids of a downloaded `Sampled.packed`.
+
+    mask_words: words of the kept ids in an output of several columns; 0: it has none. Scores and kept ids are None if
+    there is one column.
+    """
+    token_ids, kept = packed[:, 0], None
+    if packed.shape[1] == 1:
+        return token_ids, None, None
+    if mask_words:
+        packed, kept = packed[:, :-mask_words], packed[:, -mask_words:].view(np.uint32)
+    columns = packed.shape[1]
     half = 3 + (columns - 3) // 2
     logprobs, top_logprobs = packed[:, 1].view(np.float32), packed[:, half:].view(np.float32)
-    return token_ids, Scores(logprobs, ranks=packed[:, 2], top_ids=packed[:, 3:half], top_logprobs=top_logprobs)
+    scores = Scores(logprobs, ranks=packed[:, 2], top_ids=packed[:, 3:half], top_logprobs=top_logprobs)
+    return token_ids, scores, kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +97,7 @@ class SamplerOptions:
     # Sum over the vocabulary in a fixed order. Else XLA's order on CPU depends on how it fuses the sum. The last bit of
     # log-probabilities then differed between one and eight devices.
     fixed_sums: bool = False
+    returns_mask: bool = False  # rows may ask for the ids from which their token was drawn
 
     @property
     def processed(self) -> bool:
@@ -176,7 +188,23 @@ def sample_tokens(
         return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes).replace(token_ids=token_ids)
 
     wants_logprobs = (fields[:, Field.FLAGS] & Flag.LOGPROBS) > 0
-    return lax.cond(jnp.any(wants_logprobs), with_logprobs, without_logprobs)
+    sampled = lax.cond(jnp.any(wants_logprobs), with_logprobs, without_logprobs)
+    if not options.returns_mask:
+        return sampled
+
+    def kept_ids() -> Array:
+        return _packed_bits(kept.holds(row_logits.less_peak()) & (work > -jnp.inf))
+
+    wants_mask = (fields[:, Field.FLAGS] & Flag.SAMPLING_MASK) > 0
+    nothing = jnp.zeros((rows, mask_words(logits.shape[1])), jnp.uint32)
+    return sampled.replace(kept_ids=lax.cond(jnp.any(wants_mask), kept_ids, lambda: nothing))
+
+
+def _packed_bits(kept: Bool[Array, "rows vocab"]) -> UInt[Array, "rows words"]:
+    """One bit for each id, as `mask_words` says."""
+    rows, vocab = kept.shape
+    padded = jnp.pad(kept, ((0, 0), (0, -vocab % 32))).reshape(rows, -1, 32)
+    return jnp.sum(padded.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def token_or_error(

@@ -45,10 +45,11 @@ class StepHandle:
         return cls(plan, counted, scores, None, checked, tuple(more), shape.max_query_len, proposed)
 
 
-def download(handle: StepHandle, *, pools: bool, pairs_of_token: int) -> StepResult:
+def download(handle: StepHandle, *, pools: bool, pairs_of_token: int, mask_words: int = 0) -> StepResult:
     """Wait for a step and download its result.
 
     pools: the model pools. pairs_of_token: (token, expert) pairs per token that are counted; 0: none.
+    mask_words: see `unpack`.
     """
     plan, load = handle.plan, None
     scored, num_accepted = _joined(handle.scores, plan.scored.shape[1]), None
@@ -68,11 +69,11 @@ def download(handle: StepHandle, *, pools: bool, pairs_of_token: int) -> StepRes
     scores = None if scored is None else unpack(scored)[1]
     if host is None:
         return StepResult(np.zeros(len(plan.rows), np.int32), scores=scores, expert_load=load)
-    token_ids, of = unpack(host)
+    token_ids, of, kept_ids = unpack(host, mask_words)
     if of is None:
         return StepResult(token_ids, scores=scores, expert_load=load, num_accepted=num_accepted)
     return StepResult(
-        token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, scores, expert_load=load,
+        token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, kept_ids, scores, expert_load=load,
         num_accepted=num_accepted,
     )  # fmt: skip
 
