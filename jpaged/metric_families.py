@@ -112,6 +112,7 @@ class _Families:
         yield from self._cache_families(snapshot)
         yield from self._step_families(snapshot)
         yield from self._program_families(snapshot)
+        yield from self._update_families(snapshot)
 
     def _vllm_gauges(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
         stats = snapshot.stats
@@ -264,6 +265,14 @@ class _Families:
         yield self._counter("jpaged:program_cache_hits", "Programs found in the compile cache.", programs.cache_hits)
         yield self._counter("jpaged:program_cache_misses", "Programs compiled.", programs.cache_misses)
         yield _info("jpaged:build_info", "jpaged's version, as a label.", {"version": __version__})
+
+    def _update_families(self, snapshot: EngineMetricsSnapshot) -> Iterator[MetricFamily]:
+        yield self._histograms(
+            "vllm:rl_weight_update_operation_duration_seconds", "Time of an update of the weights, without steps.",
+            "operation", {"update": snapshot.update_seconds},
+        )  # fmt: skip
+        version = {str(snapshot.weight_version): 1}
+        yield self._gauges("jpaged:weight_version_info", "Version of the weights, as a label.", "version", version)
 
     def _gauge(self, name: str, text: str, value: float) -> MetricFamily:
         return MetricFamily(name, text, (Gauge(name, self._labels, value),))

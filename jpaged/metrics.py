@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Self
 
-from jpaged.outputs import EngineStats
+from jpaged.outputs import EngineStats, WeightVersion
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
 
@@ -27,6 +27,7 @@ REQUEST_BOUNDS = (
 STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
 N_BOUNDS = (1, 2, 5, 10, 20)
 PREEMPTION_BOUNDS = (1, 2, 3, 4, 5, 10, 20)
+UPDATE_BOUNDS = (0.001, 0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
 STEP_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -183,6 +184,8 @@ class EngineMetricsSnapshot:
     kv_tokens: int                      # capacity of the KV pool in tokens, for requests of max_model_len
     max_model_len: int
     asleep: frozenset[str]              # parts that `sleep` has freed: "weights", "kv_cache"; empty if awake
-    has_weights: bool = True            # False: `sleep` has discarded them, or their owner has deleted them
+    has_weights: bool                   # False: `sleep` has discarded them, or their owner has deleted them
+    weight_version: WeightVersion
+    update_seconds: Histogram           # per update of the weights: time during which no step ran
     adapters: AdapterMetrics | None = None  # None without enable_lora
     prefix_hit_requests: int = 0        # ended requests that found a part of their prompt in the prefix cache

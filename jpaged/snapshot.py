@@ -93,5 +93,6 @@ class EngineSnapshot:
     max_num_batched_tokens: int            # token budget of a step
     stats: EngineStats
     last_steps: tuple[StepSnapshot, ...]   # up to 256 finished steps, oldest first
+    weight_version: int | str = 0          # `CompletionOutput.weight_version` of the next token
     engine: int = 0                        # index of this engine, with data_parallel_size
     num_engines: int = 1

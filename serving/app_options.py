@@ -31,6 +31,7 @@ class AppOptions:
     disable_log_stats: do not log statistics every 10 seconds.
     keep_responses: store the answers of /v1/responses, for clients to retrieve.
     files: folder of /v1/files and /v1/batches. None: these routes do not exist.
+    weights_dirs: checkpoints below them may replace the weights while the server runs. Needs an admin key.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -45,3 +46,4 @@ class AppOptions:
     disable_log_stats: bool = False
     keep_responses: bool = True
     files: FileStore | None = None
+    weights_dirs: tuple[pathlib.Path, ...] = ()

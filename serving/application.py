@@ -33,6 +33,7 @@ from jpaged.serving.openai_api.routes_completions import completions, generate
 from jpaged.serving.openai_api.routes_invocations import invocations
 from jpaged.serving.responses import routes as routes_responses
 from jpaged.serving.responses.store import MAX_BYTES, ResponseStore
+from jpaged.serving.schemas.weights import VERSION_PATHS
 from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import ADMIN, OPEN_PATHS, RequireKey
 from jpaged.serving.web.body_process import kill_children
@@ -41,6 +42,8 @@ from jpaged.serving.web.error_responses import ClientDisconnected, handle_error
 from jpaged.serving.web.intake import CountRequests, Intake
 from jpaged.serving.web.root_path import RemoveRootPath
 from jpaged.serving.web.stopping import AnswerWhenStopped
+from jpaged.serving.weights import routes as routes_weights
+from jpaged.serving.weights.served_weights import ServedWeights
 
 
 def posts(paths: str, endpoint: Callable[[Request], Awaitable[Response]]) -> list[Route]:
@@ -74,6 +77,7 @@ ROUTES = [
     Route("/load", routes_service.load),
     Route("/version", routes_service.version),
     Route("/metrics", metrics),
+    *(Route(path, routes_weights.weight_version) for path in VERSION_PATHS),
 ]
 
 
@@ -83,7 +87,8 @@ HANDLERS = dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Except
 def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     """Make the application of a running engine. It closes the engine when it shuts down."""
     page = Page.read() if options.ui else Page({})
-    admin = [*routes_admin.routes(options.profile_dir), *routes_adapters.routes()] if options.admin_keys else []
+    admin = [*routes_admin.routes(options.profile_dir), *routes_adapters.routes(), *routes_weights.routes()]
+    admin = admin if options.admin_keys else []
     tokenizer = [Route("/tokenizer_info", routes_text.tokenizer_info)] if options.tokenizer_info else []
     files = routes_files.ROUTES if options.files is not None else []
     admin_paths = frozenset(route.path for route in admin if isinstance(route, Route))
@@ -126,6 +131,7 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     app.state.metrics = server_metrics
     app.state.responses = ResponseStore(MAX_BYTES if options.keep_responses else 0)
     app.state.files, app.state.batches = options.files, batches
+    app.state.weights = ServedWeights(engine, options.weights_dirs)
     return app
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from jpaged.frontend.prompt_streams import Generates
 from jpaged.metrics import EngineMetricsSnapshot
-from jpaged.outputs import EngineStats, PoolingRequestOutput
+from jpaged.outputs import EngineStats, PoolingRequestOutput, WeightUpdate, WeightVersion
 from jpaged.params.pooling import PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.snapshot import EngineSnapshot
@@ -98,6 +98,17 @@ class EngineClient(Generates, Protocol):
 
     async def is_sleeping(self) -> bool:
         """Return True while memory that `sleep` freed is not allocated again."""
+        ...
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """Version of the weights."""
+        ...
+
+    async def update_weights(
+        self, weights: str, *, version: WeightVersion | None = None, mode: str = "keep"
+    ) -> WeightUpdate:
+        """Replace the weights by those of a checkpoint. Raises ModelLoadError and EngineError."""
         ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jpaged.cli.flags.access import ACCESS_DEFAULTS, AccessArguments
-from jpaged.cli.flags.adapters import check_adapters, served_adapters
+from jpaged.cli.flags.adapters import check_adapters, check_folders, served_adapters
 from jpaged.cli.flags.chat import ChatFlags
 from jpaged.cli.flags.engine import ENGINE_DEFAULTS, EngineArguments, ModelArgument, engine_options, one_line_help
 from jpaged.config import EngineConfig
@@ -96,6 +96,12 @@ class Serve(ChatFlags):
     """Folders below which POST /v1/load_lora_adapter may find adapters while the server runs. Needs --enable-lora and
     an admin key. Default: no adapter may be loaded while the server runs."""
 
+    weights_dirs: Annotated[
+        tuple[pathlib.Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]", help_behavior_hint="")
+    ] = ()
+    """Folders below which POST /update_weights_from_disk and /update_weights may find checkpoints that replace the
+    weights while the server runs. Needs an admin key. Default: no weights may be replaced."""
+
     watchdog_seconds: float = 120.0
     """Log the load and the stack of a step that takes longer, and answer /health with 503 until the step ends."""
 
@@ -177,9 +183,12 @@ class Serve(ChatFlags):
             tokenizer_info=self.enable_tokenizer_info_endpoint,
             access_log=self.access_log,
             disable_log_stats=options.get("disable_log_stats", False),
+            weights_dirs=self.weights_dirs,
         )
-        if self.lora_dirs and not app_options.admin_keys:
-            raise RequestError("lora_dirs", str(self.lora_dirs[0]), "needs an admin key: add --admin-key-file")
+        for flag, folders in (("lora_dirs", self.lora_dirs), ("weights_dirs", self.weights_dirs)):
+            if folders and not app_options.admin_keys:
+                raise RequestError(flag, str(folders[0]), "needs an admin key: add --admin-key-file")
+        check_folders("weights_dirs", self.weights_dirs)
 
         def load() -> "tuple[Starlette, AsyncLLM]":
             from jpaged.async_llm import AsyncLLM

@@ -328,7 +328,8 @@ class Engine:
             return None
         caching = self.options.enable_prefix_caching
         return self._metrics.snapshot(
-            self.scheduler, self.runner, self._counters, enable_prefix_caching=caching, asleep=self._asleep
+            self.scheduler, self.runner, self._counters, enable_prefix_caching=caching, asleep=self._asleep,
+            weight_version=self.weight_version,
         )
 
     def reset_stats(self) -> None:
@@ -343,7 +344,7 @@ class Engine:
         """Set `answer` to a copy of the engine's state. The thread that asked formats it."""
         if answer.set_running_or_notify_cancel():
             try:
-                answer.set_result(capture(self.scheduler, self._steps, self.stats()))
+                answer.set_result(capture(self.scheduler, self._steps, self.stats(), self.weight_version))
             except Exception as error:  # for the thread that asked: running requests are not affected
                 answer.set_exception(error)
             except BaseException as error:  # SystemExit and the like would end the caller's event loop too
@@ -410,6 +411,8 @@ class Engine:
         replaced = self.runner.update_params(leaves)
         self.note_new_weights(version)
         seconds = time.monotonic() - began
+        if self._metrics is not None:
+            self._metrics.note_update(seconds)
         return WeightUpdate(
             self.weight_version, replaced.num_leaves, replaced.num_by_reference, replaced.copied_bytes, seconds
         )

@@ -18,6 +18,7 @@ import msgspec
 from jpaged.errors import ModelLoadError, RequestError, shown
 from jpaged.lora.request import LoRARequest
 from jpaged.serving.web.error_responses import APIError
+from jpaged.serving.web.operator_folders import OperatorFolders
 
 CONFIG = "adapter_config.json"
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -97,10 +98,7 @@ class ServedAdapters:
 
     def __init__(self, registry: Registry, model_names: Sequence[str], folders: Sequence[Path] = ()):
         self._registry, self._model_names = registry, tuple(model_names)
-        self._folders = [folder.expanduser().resolve() for folder in folders]
-        for folder in self._folders:
-            if not folder.is_dir():
-                raise RequestError("lora_dirs", str(folder), "is not a folder")
+        self._folders = OperatorFolders("lora_dirs", folders)
         self._facts: dict[str, _Facts] = {}
 
     def request(self, name: str) -> LoRARequest | None:
@@ -199,35 +197,14 @@ class ServedAdapters:
 
     def _checked(self, path: str) -> tuple[Path, str | None]:
         """The folder of an adapter below the operator's folders, and its chat template. Raises APIError."""
-        if not self._folders:
-            message = "lora_path: adapters cannot be loaded while the server runs: start it with --lora-dirs FOLDER"
-            raise APIError(HTTPStatus.FORBIDDEN, message, param="lora_path")
-        is_inside = False
-        try:
-            for allowed in self._folders:
-                folder = (allowed / path).resolve()  # an absolute path replaces `allowed`
-                if folder.is_relative_to(allowed):
-                    is_inside = True
-                    if (folder / CONFIG).is_file():
-                        self._check_links(folder)
-                        return folder, chat_template_of(folder)
-        except (OSError, ValueError):  # a name that no file can have
-            is_inside = True
-        if not is_inside:
-            raise self._outside(path)
-        message = f"lora_path: no adapter found for {shown(path)}: there is no {CONFIG}"
-        raise APIError(HTTPStatus.NOT_FOUND, message, param="lora_path", code="adapter_not_found")
-
-    def _check_links(self, folder: Path) -> None:
-        """Raise APIError if a file of the adapter is a link to a place outside of the operator's folders."""
-        for file in folder.iterdir():
-            if file.is_symlink() and not any(file.resolve().is_relative_to(allowed) for allowed in self._folders):
-                raise self._outside(str(file))
-
-    def _outside(self, path: str) -> APIError:
-        folders = ", ".join(map(str, self._folders))
-        message = f"lora_path: {shown(path)} is not below a folder of --lora-dirs ({folders})"
-        return APIError(HTTPStatus.FORBIDDEN, message, param="lora_path")
+        folder = self._folders.find(
+            "lora_path", path, is_wanted=lambda found: (found / CONFIG).is_file(),
+            closed="adapters cannot be loaded while the server runs",
+        )  # fmt: skip
+        if folder is None:
+            message = f"lora_path: no adapter found for {shown(path)}: there is no {CONFIG}"
+            raise APIError(HTTPStatus.NOT_FOUND, message, param="lora_path", code="adapter_not_found")
+        return folder, chat_template_of(folder)
 
     def _note(self, name: str, template: str | None, parent: str | None) -> None:
         self._facts[name] = _Facts(parent or self._model_names[0], int(time.time()), template)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 from starlette.routing import Route
 
-from jpaged.serving.schemas import adapters, answers, files, pooling
+from jpaged.serving.schemas import adapters, answers, files, pooling, weights
 from jpaged.serving.schemas import messages_answers as messages
 from jpaged.serving.schemas import requests as generating
 from jpaged.serving.schemas import responses_answers as responses
@@ -163,6 +163,9 @@ OPERATIONS = {
     ),
     "/v1/load_lora_adapter": Operation(adapters.LoadAdapterRequest),
     "/v1/unload_lora_adapter": Operation(adapters.UnloadAdapterRequest),
+    **dict.fromkeys(weights.VERSION_PATHS, Operation(response=weights.WeightVersionAnswer)),
+    "/update_weights_from_disk": Operation(weights.UpdateFromDiskRequest, weights.WeightsUpdated),
+    "/update_weights": Operation(weights.UpdateWeightsRequest, weights.WeightsUpdated),
     "/is_paused": Operation(response=answers.IsPaused),
     "/is_sleeping": Operation(response=answers.IsSleeping),
 }

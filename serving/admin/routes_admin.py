@@ -108,6 +108,7 @@ async def server_info(request: Request) -> Response:
         config = dataclasses.replace(config, max_model_len=server.engine.max_model_len)
     found = ServerInfo(
         vllm_config=str(config or "") if config is None or form == "text" else _options_of(config),
+        weight_version=str(server.engine.weight_version),
         system_env={"platform": platform.platform(), "python": platform.python_version(), "jpaged": __version__}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
     )

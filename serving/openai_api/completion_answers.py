@@ -7,7 +7,7 @@ from typing import Any, cast
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.openai_api.echo import EchoedPrompt, Entries, echoed_prompt, prompt_logprob_pieces
-from jpaged.serving.openai_api.generation import Update
+from jpaged.serving.openai_api.generation import Update, weight_spans
 from jpaged.serving.openai_api.logprob_shapes import completion_logprob_pieces, completion_logprobs
 from jpaged.serving.schemas.answers import CompletionChoice, CompletionLogprobs
 from jpaged.serving.schemas.requests import CompletionRequest
@@ -58,6 +58,8 @@ class CompletionAnswers:
             choice.stop_reason = new.stop_reason
         if self._body.return_token_ids:
             choice.token_ids = new.token_ids
+        if self._body.return_weight_versions:
+            choice.weight_versions = new.weight_versions
         return choice
 
     async def whole(self, index: int, prompt: int, final: RequestOutput, output: CompletionOutput) -> CompletionChoice:
@@ -71,6 +73,8 @@ class CompletionAnswers:
             choice.logprobs = await self._whole_logprobs(output, prompt)
         if self._body.return_token_ids:
             choice.token_ids = output.token_ids
+        if self._body.return_weight_versions:
+            choice.weight_versions = weight_spans(output, len(output.token_ids))
         await self._add_prompt(choice, prompt, final)
         choice.prompt_logprobs = None
         if self._body.prompt_logprobs is not None and final.prompt_logprobs is not None:

@@ -18,7 +18,14 @@ from jpaged.errors import MAX_INTEGER, LogitsError, RequestError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 from jpaged.serving.openai_api.output_format import structured_outputs
-from jpaged.serving.schemas.answers import CachedTokens, ChatCompletionChunk, Completion, PredictionTokens, Usage
+from jpaged.serving.schemas.answers import (
+    CachedTokens,
+    ChatCompletionChunk,
+    Completion,
+    PredictionTokens,
+    Usage,
+    WeightVersionSpan,
+)
 from jpaged.serving.schemas.requests import SAMPLING_FIELDS, GenerationRequest
 from jpaged.serving.web import json_pieces
 from jpaged.serving.web.error_responses import APIError
@@ -79,6 +86,7 @@ class Update:
     text_offsets: list[int] | None              # as in CompletionOutput, one per token
     finish_reason: str | None   # 'stop', 'length' or 'repetition' at the end; None before
     stop_reason: int | str | None
+    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET  # at the end
 
 
 class Progress:
@@ -180,6 +188,7 @@ def named_as_sent(names: Mapping[str, str]) -> Generator[None]:
 async def updates(outputs: Outputs, n: int, progress: Progress) -> AsyncGenerator[Update, None]:
     """Convert the outputs of a stream, which are deltas, to updates. Updates `progress`."""
     lengths: dict[int, int] = {}  # choice -> characters so far
+    counts: dict[int, int] = {}  # choice -> tokens so far
     held: dict[int, _Tokens] = {}  # choice -> tokens that are not sent yet
     async with aclosing(outputs):
         async for prompt, request_output in outputs:
@@ -190,14 +199,26 @@ async def updates(outputs: Outputs, n: int, progress: Progress) -> AsyncGenerato
                 choice = prompt * n + output.index
                 length = lengths[choice] = lengths.get(choice, 0) + len(output.text)
                 progress.num_tokens += len(output.token_ids)
+                count = counts[choice] = counts.get(choice, 0) + len(output.token_ids)
                 ids, logprobs, offsets = output.token_ids, output.logprobs, output.text_offsets
                 if logprobs is not None and offsets is not None:
                     new = _Tokens(ids, logprobs, offsets)
                     sent, held[choice] = held.get(choice, _NONE).sendable(new, length, end=output.finished())
                     ids, logprobs, offsets = sent
+                spans = UNSET if output.finish_reason is None else weight_spans(output, count)
                 yield Update(
-                    choice, output.text, length, ids, logprobs, offsets, output.finish_reason, output.stop_reason
+                    choice, output.text, length, ids, logprobs, offsets, output.finish_reason, output.stop_reason, spans
                 )
+
+
+def weight_spans(output: CompletionOutput, num_tokens: int) -> list[WeightVersionSpan]:
+    """Return the versions of the weights that computed an answer of `num_tokens` tokens. output: its last one."""
+    changes = output.weight_changes
+    ends = [*(start for start, _ in changes[1:]), num_tokens]
+    return [
+        WeightVersionSpan(str(version), start, end)
+        for (start, version), end in zip(changes, ends, strict=True) if end > start
+    ]  # fmt: skip
 
 
 class _Tokens(NamedTuple):

@@ -188,6 +188,8 @@ async def _choice(body: ChatFields, answers: ChatAnswers, output: CompletionOutp
         )
     if body.return_token_ids:
         choice.token_ids = output.token_ids
+    if body.return_weight_versions:
+        choice.weight_versions = generation.weight_spans(output, len(output.token_ids))
     await asyncio.sleep(0)
     return choice
 
@@ -243,6 +245,8 @@ def _part(body: ChatRequest, new: Update, answers: ChatAnswers) -> ChatChunkChoi
         choice.stop_reason = new.stop_reason
     if shown:
         choice.token_ids = new.token_ids
+    if body.return_weight_versions:
+        choice.weight_versions = new.weight_versions
     return choice
 
 

@@ -158,6 +158,7 @@ async def _whole_tokens(outputs: Outputs, params: SamplingParams, request_id: st
     for output in finals[0].outputs:
         ids = await plain_pieces(output.token_ids)
         choice = TokensChoice(index=output.index, finish_reason=output.finish_reason, token_ids=cast(Any, ids))
+        choice.weight_versions = generation.weight_spans(output, len(output.token_ids))
         if output.logprobs is not None:
             choice.logprobs = await chat_logprob_pieces(
                 output.token_ids, output.logprobs, _num_shown(params), as_ids=True
@@ -180,6 +181,7 @@ async def _token_events(
             if not new.token_ids and new.finish_reason is None:
                 continue
             choice = TokensChoice(index=new.choice, finish_reason=new.finish_reason, token_ids=new.token_ids)
+            choice.weight_versions = new.weight_versions
             if new.logprobs is not None:
                 choice.logprobs = chat_logprobs(new.token_ids, new.logprobs, _num_shown(params), as_ids=True)
             yield TokensAnswer(request_id=request_id, choices=[choice], **fields.usage(progress))

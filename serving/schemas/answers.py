@@ -52,6 +52,17 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
 
 
+class WeightVersionSpan(msgspec.Struct):
+    """Tokens [start, end) of an answer, and the version of the weights that computed them. vLLM's and SGLang's form."""
+
+    version: str
+    start: int
+    end: int
+
+
+WeightVersions = list[WeightVersionSpan] | UnsetType  # at the end of an answer, if the request asks for them
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One answer, or the part of it in a stream event. The fields from `stop_reason` on are vLLM's."""
 
@@ -63,6 +74,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # of a whole answer; None: not asked for
+    weight_versions: WeightVersions = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -110,6 +122,7 @@ class TokensChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None  # its tokens are shown as token_id:5
     finish_reason: str | None
     token_ids: list[int]
+    weight_versions: WeightVersions = UNSET  # at the end of an answer
 
 
 class TokensAnswer(msgspec.Struct, kw_only=True):
@@ -164,6 +177,7 @@ class AnyChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None  # stop, length, tool_calls, function_call, repetition; None before the end
     stop_reason: int | str | UnsetType | None = UNSET  # at the end of an answer: the stop string or token, or None
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: WeightVersions = UNSET
 
 
 class ChatChoice(AnyChatChoice, kw_only=True):
@@ -409,9 +423,11 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     vllm_config: options of the engine: text, or an object with config_format=json.
     vllm_env:    always empty. jpaged reads keys, and no options, from environment variables.
     system_env:  versions, and the platform.
+    weight_version: as GET /weight_version.
     """
 
     vllm_config: str | dict[str, Any]
+    weight_version: str
     vllm_env: dict[str, str] = {}
     system_env: dict[str, str]
 

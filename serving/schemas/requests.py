@@ -107,6 +107,7 @@ class GenerationRequest(SizeLimits, kw_only=True):
     echo: bool | None = None
     logprob_token_ids: Short[Int] | None = None
     return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # Labels for the client's bookkeeping, without effect on the answer.
     user: Label | None = None
@@ -119,7 +120,6 @@ class GenerationRequest(SizeLimits, kw_only=True):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "return_token_offsets": (False,),
-        "return_weight_versions": (False,),
         "routed_experts_prompt_start": (0,),
         "watermarking": (False,),
         "kv_transfer_params": ({},),

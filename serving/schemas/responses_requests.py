@@ -91,6 +91,7 @@ ELSEWHERE = {
     "echo": "is a field of /v1/chat/completions only",
     "prompt_logprobs": "is a field of /v1/chat/completions only",
     "return_token_ids": "is a field of /v1/chat/completions only",
+    "return_weight_versions": "is a field of /v1/chat/completions only",
     "return_tokens_as_token_ids": "is a field of /v1/chat/completions only",
 }
 _NEUTRAL = {"n": 1}

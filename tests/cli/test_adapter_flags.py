@@ -1,4 +1,4 @@
-"""--lora-modules and --lora-dirs: their forms, and the mistakes that are found before the model is loaded."""
+"""--lora-modules, --lora-dirs, --weights-dirs: their forms, and mistakes found before the model is loaded."""
 
 import json
 
@@ -33,6 +33,8 @@ def test_adapters_need_the_option_a_key_and_folders(tmp_path, capsys):
         (["--enable-lora", "--lora-dirs", str(tmp_path / "no")], "lora_dirs is not a folder"),
         (["--enable-lora", "--lora-modules", f"sql={tmp_path / 'no'}"], "the adapter 'sql' is not a folder"),
         (["--enable-lora", "--lora-dirs", str(tmp_path)], "lora_dirs needs an admin key"),
+        (["--weights-dirs", str(tmp_path)], "weights_dirs needs an admin key"),
+        (["--weights-dirs", str(tmp_path / "no"), "--admin-key", "look"], "weights_dirs is not a folder"),
     ):
         assert cli.main(["serve", "demo", "--port", "0", *words]) == 2
         assert said in capsys.readouterr().err

@@ -22,6 +22,7 @@ from jpaged.outputs import (
     PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
+    WeightUpdate,
 )
 from jpaged.params.pooling import PooledModel, PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -93,6 +94,8 @@ class FakeEngine:
     closed: bool = False
     paused: bool = False
     asleep: bool = False
+    weight_version: int | str = 0
+    refuses: Exception | None = None  # error of `update_weights`
     calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)  # of the admin routes
 
     async def generate(
@@ -261,6 +264,13 @@ class FakeEngine:
 
     async def is_sleeping(self) -> bool:
         return self.asleep
+
+    async def update_weights(self, weights: str, *, version: Any = None, mode: str = "keep") -> WeightUpdate:
+        self.calls.append(("update_weights", weights, version, mode))
+        if self.refuses is not None:
+            raise self.refuses
+        self.weight_version = version if version is not None else 1
+        return WeightUpdate(self.weight_version, 3, 0, 96, 0.25)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         self.calls.append(("reset_prefix_cache", reset_running_requests))

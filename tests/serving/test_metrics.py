@@ -42,6 +42,7 @@ VLLM = {
         "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens",
         "request_prefill_kv_computed_tokens", "request_generation_tokens", "request_max_num_generation_tokens",
         "request_params_n", "request_params_max_tokens", "request_num_preemptions", "iteration_tokens_total",
+        "rl_weight_update_operation_duration_seconds",
     ),
 }  # fmt: skip
 

@@ -87,7 +87,7 @@ def wrong_counts(snapshot: EngineSnapshot) -> list[str]:
 def show(snapshot: EngineSnapshot, out: Console) -> None:
     """Print the whole snapshot."""
     known = looks(snapshot)
-    for line in (*summary(snapshot), f"step {snapshot.step:,}"):
+    for line in (*summary(snapshot), f"step {snapshot.step:,}, weights of version {snapshot.weight_version}"):
         out.print(Text(line))
     for line in speculation_lines(snapshot):
         out.print(Text(line))

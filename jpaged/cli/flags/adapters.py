@@ -61,12 +61,17 @@ def check_adapters(modules: Sequence[Module], folders: Sequence[pathlib.Path] = 
     for flag, values in (("lora_modules", [name for name, *_ in modules]), ("lora_dirs", list(map(str, folders)))):
         if values and not enabled:
             raise RequestError(flag, values[0], "needs --enable-lora")
-    for folder in folders:
-        if not folder.expanduser().is_dir():
-            raise RequestError("lora_dirs", str(folder), "is not a folder")
+    check_folders("lora_dirs", folders)
     for name, path, _ in modules:
         if not pathlib.Path(path).expanduser().is_dir():
             raise RequestError("lora_modules", path, f"the adapter {name!r} is not a folder")
+
+
+def check_folders(flag: str, folders: Sequence[pathlib.Path]) -> None:
+    """Raise RequestError for a path that is not a folder."""
+    for folder in folders:
+        if not folder.expanduser().is_dir():
+            raise RequestError(flag, str(folder), "is not a folder")
 
 
 def served_adapters(

@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "model": (
         "model", "tokenizer", "revision", "download_dir", "load_format", "runner", "hf_overrides", "generation_config",
-        "override_generation_config", "seed", "skip_tokenizer_init", "trust_remote_code",
+        "override_generation_config", "seed", "skip_tokenizer_init", "trust_remote_code", "weights_dirs",
     ),
     "memory": (
         "gpu_memory_utilization", "kv_cache_dtype", "block_size", "enable_prefix_caching", "swap_space", "kv_handover",

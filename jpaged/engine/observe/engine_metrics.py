@@ -16,12 +16,14 @@ from jpaged.metrics import (
     FINISH_REASONS,
     STEP_BOUNDS,
     STEP_TOKENS_BOUNDS,
+    UPDATE_BOUNDS,
     AdapterMetrics,
     EngineMetricsSnapshot,
     Histogram,
     PhaseSeconds,
     RequestHistograms,
 )
+from jpaged.outputs import WeightVersion
 
 if TYPE_CHECKING:
     from jpaged.engine.request import Request
@@ -53,6 +55,11 @@ class EngineMetrics:
         kinds = (*STEP_KINDS, VERIFY) if speculates else STEP_KINDS
         self._step_seconds = {kind: Histogram(STEP_BOUNDS) for kind in kinds}
         self._prefix_hit_requests = 0
+        self._update_seconds = Histogram(UPDATE_BOUNDS)
+
+    def note_update(self, seconds: float) -> None:
+        """Count an update of the weights. seconds: during which no step ran."""
+        self._update_seconds.observe(seconds)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Count a collected step. seconds: its time on the device."""
@@ -127,16 +134,16 @@ class EngineMetrics:
         self._requests.reset()
         self._prefix_hit_requests = 0
         self._finished.update(dict.fromkeys(FINISH_REASONS, 0))
-        for histogram in (self._step_tokens, *self._step_seconds.values()):
+        for histogram in (self._step_tokens, self._update_seconds, *self._step_seconds.values()):
             histogram.reset()
         for field in dataclasses.fields(self._phases):
             setattr(self._phases, field.name, 0.0)
 
     def snapshot(
         self, scheduler: Scheduler, runner: Runner[Any], counters: EngineCounters, *, enable_prefix_caching: bool,
-        asleep: frozenset[str],
+        asleep: frozenset[str], weight_version: WeightVersion,
     ) -> EngineMetricsSnapshot:  # fmt: skip
-        """All metrics now. asleep: as in `EngineMetricsSnapshot`."""
+        """All metrics now. asleep, weight_version: as in `EngineMetricsSnapshot`."""
         manager, events = scheduler.manager, scheduler.counters
         longest = -(-runner.max_model_len // manager.block_size) * manager.block_size
         return EngineMetricsSnapshot(
@@ -157,6 +164,8 @@ class EngineMetrics:
             max_model_len=runner.max_model_len,
             asleep=asleep,
             has_weights=runner.weights_problem() is None,
+            weight_version=weight_version,
+            update_seconds=self._update_seconds.copy(),
             adapters=_adapters(scheduler),
             prefix_hit_requests=self._prefix_hit_requests,
         )

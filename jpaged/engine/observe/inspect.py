@@ -13,7 +13,7 @@ from jpaged.engine.observe.step_log import LoggedStep, StepLog
 from jpaged.engine.request import NO_ROW, Request, RequestStatus
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import SchedulerLimits
-from jpaged.outputs import EngineStats
+from jpaged.outputs import EngineStats, WeightVersion
 from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot
 
 
@@ -42,6 +42,7 @@ class EngineCapture:
     stats: EngineStats
     steps: tuple[LoggedStep, ...]
     now: float  # seconds of `time.monotonic()`
+    weight_version: WeightVersion
 
     def snapshot(self) -> EngineSnapshot:
         """The description, as plain data."""
@@ -71,6 +72,7 @@ class EngineCapture:
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             stats=self.stats,
             last_steps=tuple(step.described(self.now) for step in self.steps),
+            weight_version=self.weight_version,
         )
 
     def _pool(self, blocks: list[BlockSnapshot]) -> PoolSnapshot:
@@ -89,7 +91,9 @@ class EngineCapture:
         )
 
 
-def capture(scheduler: Scheduler, steps: StepLog, stats: EngineStats) -> EngineCapture:
+def capture(
+    scheduler: Scheduler, steps: StepLog, stats: EngineStats, weight_version: WeightVersion = 0
+) -> EngineCapture:
     """Copy the state of scheduler, block tables and pool. Call it between two steps. stats: the statistics now."""
     manager, now = scheduler.manager, time.monotonic()
     running = [(request, _described(request, now)) for request in scheduler.running]
@@ -110,6 +114,7 @@ def capture(scheduler: Scheduler, steps: StepLog, stats: EngineStats) -> EngineC
         stats=stats,
         steps=steps.last(),
         now=now,
+        weight_version=weight_version,
     )
 
 

@@ -62,6 +62,7 @@ function OneEngine({ shown, adminKey, theme, openKeys, engine, setEngines }: One
     <div class={problem ? "engine stale" : "engine"}>
       {problem && <p class="refusal" role="alert">{problem.message} The figures are of the last answer.</p>}
       <Figures snapshot={snapshot} history={history} theme={theme} />
+      {snapshot.weight_version ? <p class="weights">Weights: version {snapshot.weight_version}</p> : null}
       <div class="columns">
         <BlockMap {...drawn} highlight={setHighlighted} />
         <Requests {...drawn} highlight={setHighlighted} />

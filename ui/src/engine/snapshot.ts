@@ -77,6 +77,7 @@ export interface Snapshot {
     speculation?: Speculation | null;
   };
   last_steps: Step[];
+  weight_version?: number | string; // 0: the weights of the start
   engine?: number; // index, with data_parallel_size
   num_engines?: number;
 }
