@@ -380,11 +380,11 @@ class LLM(EngineAccess):
     ) -> WeightUpdate:
         """Replace all weights, without a compile. Waits until no call runs. Later calls use the new weights.
 
-        weights: a tree of live arrays, as for `LLM(config, params=...)`, in any layout; a dictionary {Hugging Face's
-            name: jax or numpy array}; an iterator of (name, array), which is read between two steps; or the path of a
-            checkpoint folder, a folder of `jpaged convert`, or a GGUF file. An array that has the shape, dtype,
-            devices and memory layout of the engine's leaf is used without a copy. Others are copied, converted, split
-            and quantised as at the start, leaf by leaf, with memory for at most one leaf more.
+        weights: a tree of live arrays, as for `LLM(config, params=...)`, in any layout. Or a dictionary, or an iterator
+            of pairs, from Hugging Face's names to jax or numpy arrays; an iterator is read between two steps. Or the
+            path of a checkpoint folder, a folder of `jpaged convert`, or a GGUF file. An array that has the shape,
+            dtype, devices and memory layout of the engine's leaf is used without a copy. Others are copied, converted,
+            split and quantised as at the start, leaf by leaf, with memory for at most one leaf more.
         version: label of the weights, in every output: `CompletionOutput.weight_version`. None: the number of updates.
         layout:  of a tree, as for `LLM`.
 

@@ -31,8 +31,9 @@ def prepare(
 ) -> Callable[[], Iterable[NewLeaf]]:
     """Check new weights. Returns a function that returns their leaves, to be called once. Changes nothing.
 
-    weights: a tree of live arrays, as for `LLM(config, params=...)`; a dictionary {Hugging Face's name: jax or numpy
-        array}; an iterator of (name, array); the path of a checkpoint folder, a converted folder or a GGUF file.
+    weights: a tree of live arrays, as for `LLM(config, params=...)`. Or a dictionary, or an iterator of pairs, from
+        Hugging Face's names to jax or numpy arrays. Or the path of a checkpoint folder, a converted folder or a GGUF
+        file.
     layout:  of the tree; None: detected.
 
     Raises ModelLoadError that names the leaf or the tensor, and RequestError for a bad argument. An iterator can only
