@@ -39,7 +39,7 @@ PADDING = 64  # bytes
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # (index of the prompt, output)
 
 FAILED = "the answer could not be processed; see the server's log"
-ABORTED = "the request was aborted: the server is stopping or was paused"
+ABORTED = "the request was aborted: the server is stopping, was paused, or got other weights"
 FINGERPRINT = f"jpaged-{__version__}"
 TIER = "default"  # the only tier: requests for any tier get it, and their answers name it
 

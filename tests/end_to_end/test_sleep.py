@@ -1,7 +1,10 @@
 """`sleep` and `wake_up` with compiled programs: memory is freed, answers stay the same, and nothing compiles."""
 
 import asyncio
+import json
+import os
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import jpaged
 from jpaged import EngineError, NoWeightsError, RequestError, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.runtime.memory.host_memory import return_free_memory
 from jpaged.runtime.memory.sleeping import HostWeights
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.tiny_engine import sampling_programs
@@ -37,7 +41,9 @@ def llm(checkpoint):
 
 
 def device_bytes() -> int:
-    return sum(array.nbytes for array in jax.live_arrays())
+    """Bytes in use by the device's own counter, or on CPU, which has none, by all arrays."""
+    stats = jax.devices()[0].memory_stats()
+    return sum(array.nbytes for array in jax.live_arrays()) if stats is None else stats["bytes_in_use"]
 
 
 def answers(llm) -> list[list[int]]:
@@ -89,6 +95,31 @@ def test_level_2_discards_the_weights(llm):
     llm.update_weights(jax.tree.map(jax.device_put, kept))
     assert (answers(llm), device_bytes()) == (before, awake)
     assert llm.stats().compiles_after_ready == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.default_backend() != "cpu" or sys.platform != "linux", reason="reads the process's own memory")
+def test_the_operating_system_gets_the_memory_back(tmp_path):
+    """A model of 236 MiB and a pool of 64 MiB. The process has nothing else to free."""
+    config = {**BY_NAME["llama"].config, "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048,
+              "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = SIZES | {"kv_cache_memory_bytes": 2**26, "load_format": "dummy"}
+    with sampling_programs(SamplerVariant.GREEDY), jpaged.LLM(str(tmp_path), **sizes) as llm:
+        llm.wait_until_ready()
+        answers(llm)
+        return_free_memory()
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.runner.params))
+        awake, arrays = resident_bytes(), device_bytes()
+        llm.sleep(level=2)
+        assert arrays - device_bytes() >= weights + 0.95 * 2**26
+        assert awake - resident_bytes() == pytest.approx(weights + 2**26, rel=0.1)
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_requests_that_run_recompute_their_kv(checkpoint):
