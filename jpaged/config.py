@@ -222,6 +222,10 @@ class EngineConfig:
     """Requests may have the ids from which each token was drawn, after all filters (`sampling_mask` of an answer).
     Steps of such requests then download one bit for each id of the vocabulary and row."""
 
+    enable_return_routed_experts: bool = False
+    """Answers have the experts to which each layer's router sent each token (`routed_experts`). Every step then
+    downloads them. Only for models with experts, and without pipeline parallelism."""
+
     max_grammar_bytes: int = 65536
     """Maximum size of a request's JSON schema, grammar or list of choices, in bytes."""
 

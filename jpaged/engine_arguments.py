@@ -62,6 +62,7 @@ class EngineArguments(TypedDict, total=False):
     max_logprobs: int
     logprobs_mode: str
     return_sampling_mask: bool
+    enable_return_routed_experts: bool
     max_grammar_bytes: int
     max_grammar_depth: int
     max_grammar_enum: int

@@ -89,6 +89,8 @@ class CompletionOutput:
     weight_version: version of the weights that computed the last token (`LLM.update_weights`); 0: those of the start.
     weight_changes: (index of the first token of the answer that these weights computed, their version), in order. The
                    first index is 0.
+    routed_experts: int32[prompt and answer - 1, layers with experts, top_k], of a finished answer: the experts of each
+                    token but the last, which no layer has seen. See `SamplingParams.return_routed_experts`.
     sampling_mask: the ids from which each token was drawn; see `SamplingParams.return_sampling_mask`.
     With output_kind DELTA, text, token_ids, logprobs, text_offsets and sampling_mask have only the new part.
     """
@@ -105,6 +107,7 @@ class CompletionOutput:
     weight_version: WeightVersion = 0
     weight_changes: tuple[tuple[int, WeightVersion], ...] = ((0, 0),)
     sampling_mask: SamplingMask | None = None
+    routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
         """Return True if the answer is complete."""

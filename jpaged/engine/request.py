@@ -31,6 +31,7 @@ from jpaged.engine.kv_cache.block_table import KVState
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.reasoning_budget import ReasoningBudget
 from jpaged.engine.output.repetition import RepetitionWatch
+from jpaged.engine.output.routed_experts import RoutedTokens
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant, Scores
 from jpaged.errors import EngineError, RequestError
@@ -84,6 +85,7 @@ class ScheduleState:
     mask_pending: bool = False     # the row's mask on the device forbids end tokens, because of `min_tokens`
     on_hold: bool = False          # a beam that waits until the other beams have their candidates
     num_scored: int = 0            # prompt tokens whose log-probabilities or vectors were scheduled, if requested
+    num_routed: int = 0            # leading tokens that the request computed itself, if it returns their experts
     num_lost: int = 0              # computed tokens that the last preemption discarded
     num_cached_tokens: int = 0     # prompt tokens found in the prefix index when the request first started
     refused_with: int = -1         # free blocks when the request last failed to start
@@ -104,6 +106,7 @@ class OutputState:
     matcher: GrammarMatcher | None = None  # position in the grammar
     jumps: bool = False                    # append forced tokens without sampling them
     kept_ids: list[np.ndarray] | None = None  # int32 ids from which each token was drawn; None: not requested
+    routed: RoutedTokens | None = None     # experts of the tokens; None: not requested
     text: AnswerText | None = None         # None: no tokenizer, or not requested
     num_emitted: int = 0                   # output tokens in the outputs that the caller has
     end_emitted: bool = False              # the caller has the finish reason
@@ -217,8 +220,10 @@ class Request:
     @property
     def max_cached_tokens(self) -> int:
         """Maximum tokens from the prefix cache: not the last one, and none whose hidden state is scored."""
-        known = len(self.token_ids) - 1
-        return known if self.score_from is None else min(known, self.schedule.num_scored - 1)
+        known, schedule = len(self.token_ids) - 1, self.schedule
+        if self.params.return_routed_experts and not self.index and schedule.num_routed < self.prompt_len:
+            return min(known, schedule.num_routed)  # the experts of other tokens are not known
+        return known if self.score_from is None else min(known, schedule.num_scored - 1)
 
     @property
     def skips_prefix_cache(self) -> bool:

@@ -300,6 +300,8 @@ class StepResult:
     pooled: np.ndarray | None = None        # float32[R, size]
     pooled_tokens: np.ndarray | None = None # float32[S, size]  the same, for the plan's `scored`
     expert_load: ExpertLoad | None = None   #                only if devices have different experts
+    # Experts of each computed token, in layers that have experts. Only of an engine that returns them.
+    routed_experts: np.ndarray | None = None  # int16[total_tokens, layers, top_k]
     num_accepted: np.ndarray | None = None  # int32[rows of the plan]  accepted drafts; None: not a verify step
 
 
@@ -341,6 +343,7 @@ class Runner(Protocol[HandleT]):
     max_logprobs: int
     logprobs_mode: str           # see `EngineConfig`
     returns_sampling_mask: bool  # `StepResult.kept_ids` are returned to rows that ask for them
+    returns_routed_experts: bool # `StepResult.routed_experts` are returned
     # Longer sequences need KV computed with a rope_len above this length (longrope). None: the rope never switches.
     longrope_switch_len: int | None
     host_slots: int                        # slots of the host tier; 0: there is none

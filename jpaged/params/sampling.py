@@ -192,6 +192,11 @@ class SamplingParams:
     an engine with the option `return_sampling_mask`, a temperature above 0, and a parameter that drops ids. None: True
     if all three are given."""
 
+    return_routed_experts: bool | None = parameter(None, http=False)
+    """Return the experts of each token of prompt and answer, as `CompletionOutput.routed_experts`. The prompt is then
+    computed without the prefix cache. True needs an engine with the option `enable_return_routed_experts`, and no beam
+    search. None: True if both are given."""
+
     repetition_detection: RepetitionDetectionParams | Mapping[str, Any] | None = None
     """End an answer that repeats itself, with finish_reason "repetition", but not before `min_tokens`. None: never.
     Stored as RepetitionDetectionParams."""
@@ -282,7 +287,7 @@ class SamplingParams:
             integer("prompt_logprobs", low=-1, accepted=ACCEPTED_LOGPROBS)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
             self._boolean(name)
-        for name in ("skip_reading_prefix_cache", "return_sampling_mask"):
+        for name in ("skip_reading_prefix_cache", "return_sampling_mask", "return_routed_experts"):
             if getattr(self, name) is not None:
                 self._boolean(name)
         for name in ("include_stop_str_in_output", "spaces_between_special_tokens"):
@@ -343,7 +348,7 @@ class SamplingParams:
         """True if forced tokens must be sampled: a parameter needs their log-probabilities, counts or forbids them."""
         others = (
             self.needs_logprobs, self.has_penalties, self.bad_words, self.allowed_token_ids, self.min_tokens,
-            self.logits_processors, self.return_sampling_mask,
+            self.logits_processors, self.return_sampling_mask, self.return_routed_experts,
         )  # fmt: skip
         return any(others) or self.thinking_token_budget is not None
 

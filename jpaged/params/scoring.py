@@ -1,6 +1,7 @@
 """ScoringParams, the parameters of `LLM.score`: which tokens of a text are scored, and by which distribution."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -42,13 +43,15 @@ class ScoringParams:
         Raises RequestError for a parameter that `score` cannot apply.
         """
         given = self.sampling_params
+        fixed: dict[str, Any] = {
+            "max_tokens": 1, "ignore_eos": True, "detokenize": False, "return_sampling_mask": False,
+            "return_routed_experts": False,
+        }  # fmt: skip
         if given is None or not processed:
-            return SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+            return SamplingParams(temperature=0, **fixed)
         for name in REFUSED:
             if getattr(given, name) != getattr(SamplingParams, name):
                 accepted = "is not applied by score, because its mask differs from token to token: leave it out"
                 raise RequestError(name, getattr(given, name), accepted)
         applied = {name: getattr(given, name) for name in APPLIED}
-        return SamplingParams(
-            **applied, max_tokens=1, ignore_eos=True, detokenize=False, return_sampling_mask=False
-        )
+        return SamplingParams(**applied, **fixed)

@@ -107,6 +107,7 @@ class ModelRunner(EnginePrograms):
         self._pairs_of_token = blueprint.pairs_of_token
         self.hidden_bytes = self.spec.hidden_size * blueprint.dtype.itemsize  # per token
         self.max_logprobs, self.logprobs_mode = blueprint.num_logprobs, self._config.logprobs_mode
+        self.returns_routed_experts = self._config.enable_return_routed_experts
         self._mask_words, self.returns_sampling_mask = blueprint.mask_words, blueprint.mask_words > 0
         self.max_drafts = blueprint.max_drafts
         self.num_adapter_slots = 0 if blueprint.model.adapters is None else blueprint.model.adapters.slots
@@ -224,11 +225,13 @@ class ModelRunner(EnginePrograms):
             proposed = () if self._drafter is None else self._drafter.before(plan, program.shape, last.live)
             result = last.forward(program, plan, *self._front.forward(plan), *proposed)
             scores = last.score(plan.scored)
-            handle = StepHandle.of(plan, program.shape, result, scores, *proposed)
+            handle = StepHandle.of(
+                plan, program.shape, result, scores, *proposed, routes=self.returns_routed_experts
+            )
             if not plan.waits_for_masks:
                 handle = self._sample(handle, plan.masks)
         needs_counted = handle.output is None or self._pairs_of_token
-        self._start_download((scores, handle.output, handle.counted if needs_counted else None))
+        self._start_download((scores, handle.output, handle.counted if needs_counted else None, handle.routed))
         return handle
 
     def sample(self, handle: StepHandle, masks: Sequence[RowMask]) -> StepHandle:

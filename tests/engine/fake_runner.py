@@ -75,6 +75,7 @@ class FakeRunner:
     max_logprobs: int = 3
     logprobs_mode: str = "raw_logprobs"
     returns_sampling_mask: bool = False
+    returns_routed_experts: bool = False
     compiles_after_ready: int = 0
     is_ready: bool = True
     cacheable_up_to: int = 10**9

@@ -206,6 +206,19 @@ def test_sampling_masks_are_returned_only_where_they_can_be():
         assert caught.value.parameter == "return_sampling_mask"
 
 
+def test_routed_experts_need_the_engines_option():
+    routing = InputProcessor(dataclasses.replace(LIMITS, returns_routed_experts=True), Letters())
+    asked = [
+        routing.process("r", "A", SamplingParams(**fields)).first.params.return_routed_experts
+        for fields in ({}, {"return_routed_experts": False}, {"use_beam_search": True, "n": 2})
+    ]
+    assert asked == [True, False, None]
+    first, second = routing.process("r", "ABC", SamplingParams(n=2)).requests
+    assert (first.max_cached_tokens, second.max_cached_tokens) == (0, 2)
+    with pytest.raises(RequestError, match="enable_return_routed_experts=True"):
+        process("A", return_routed_experts=True)
+
+
 def test_what_cannot_be_scored_is_refused():
     processed = InputProcessor(dataclasses.replace(LIMITS, processed_logprobs=True), Letters())
     given = SamplingParams(temperature=0.5, top_k=4, logit_bias={1: 2.0}, n=3, stop="B", max_tokens=5, logprobs=1)

@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "sampling": (
         "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping", *COLUMNS, "sampling_seed",
         "min_tokens", "ignore_eos", "bad_words", "logprobs", "max_logprobs", "logprobs_mode", "mask_unknown_tokens",
-        "return_sampling_mask",
+        "return_sampling_mask", "enable_return_routed_experts",
     ),
     "structured_output": (
         "json_schema", "grammar", "regex", "choice", "jump_forward", "max_grammar_bytes", "max_grammar_depth",

@@ -114,6 +114,7 @@ class InputProcessor:
             params = params.request_params(processed=processed)
         self._check_params(params)
         params = self._with_sampling_mask(_counted(params, self.limits.vocab_size))
+        params = self._with_routed_experts(params)
         self._check_priority(priority)
         checked = self._prompts.read(prompt, params, cancelled)
         token_ids = checked.token_ids
@@ -215,6 +216,18 @@ class InputProcessor:
             )  # fmt: skip
             if reason is not None:
                 raise RequestError("return_sampling_mask", asked, reason)
+        return params
+
+    def _with_routed_experts(self, params: SamplingParams) -> SamplingParams:
+        """Decide a `return_routed_experts` of None. Raises RequestError for a True that cannot be answered."""
+        asked, returns = params.return_routed_experts, self.limits.returns_routed_experts
+        if asked is None and returns and not params.use_beam_search:
+            return dataclasses.replace(params, return_routed_experts=True)
+        if asked and not returns:
+            accepted = "needs an engine with the option enable_return_routed_experts=True"
+            raise RequestError("return_routed_experts", asked, accepted)
+        if asked and params.use_beam_search:
+            raise RequestError("return_routed_experts", asked, "does not work with use_beam_search: leave it out")
         return params
 
     def _check_max_tokens(self, max_tokens: int, prompt_len: int, *, refuse: bool) -> None:

@@ -20,6 +20,7 @@ class ModelLimits:
     max_logprobs: int
     processed_logprobs: bool = False     # log-probabilities are of the distribution that was sampled from
     returns_sampling_mask: bool = False  # requests may have the ids from which their tokens were drawn
+    returns_routed_experts: bool = False # requests may have the experts of their tokens
     eos_token_ids: tuple[int, ...] = ()  # ids that end an answer; generation_config.json may add to the tokenizer's
     eos_token_id: int | None = None      # the main end token, not reported as a stop_reason
     pooling: Pooling | None = None       # the engine pools; None: it generates
@@ -36,6 +37,7 @@ class ModelLimits:
             max_model_len=runner.max_model_len,
             max_logprobs=runner.max_logprobs,
             returns_sampling_mask=runner.returns_sampling_mask,
+            returns_routed_experts=runner.returns_routed_experts,
             processed_logprobs=runner.logprobs_mode.startswith("processed"),
             eos_token_ids=options.eos_token_ids,
             eos_token_id=options.eos_token_id,

@@ -47,6 +47,8 @@ class OutputProcessor:
     def process(self, collected: CollectedStep) -> list[Output]:
         """Return outputs of the request groups that ended with this step, or that stream a new token."""
         request_groups = self.request_groups
+        if collected.result.routed_experts is not None:
+            _take_routed(collected, collected.result.routed_experts)
         taken = []  # requests that have a new token
         news: dict[RequestGroup, None] = dict.fromkeys(self._take_scores(collected))  # an ordered set
         for index, request in self._scheduler.results(collected.step, collected.result.num_accepted):
@@ -201,6 +203,18 @@ class OutputProcessor:
     def _note_failure(self, request: Request, error: Exception) -> None:
         self._counters.corrupted_requests += isinstance(error, LogitsError)
         _log_failure(request, error)
+
+
+def _take_routed(collected: CollectedStep, routed: np.ndarray) -> None:
+    """Hand the experts of a step's tokens to their requests. Rejected drafts have none."""
+    plan, accepted = collected.step.plan, collected.result.num_accepted
+    starts = {init.row: init.num_computed for init in plan.row_inits}
+    counts = plan.num_tokens if accepted is None else accepted + 1
+    firsts = np.cumsum(plan.num_tokens) - plan.num_tokens
+    columns = (plan.rows.tolist(), firsts.tolist(), counts.tolist())
+    for request, row, first, count in zip(collected.step.requests, *columns, strict=True):
+        if request.output.routed is not None:
+            request.output.routed.append(routed[first : first + count], starts.get(row))
 
 
 def _log_failure(request: Request, error: Exception) -> None:

@@ -180,6 +180,8 @@ class PlanBuilder:
                 rows.parents.append(request)
         rows.add(request, num_tokens, samples=samples)
         schedule.num_computed = end
+        if request.params.return_routed_experts:
+            schedule.num_routed = max(schedule.num_routed, end)
         self._manager.note_computed(num_tokens)
         self._manager.names.index_computed(request)
         self._decodes.update_boundary(request)

@@ -9,6 +9,7 @@ them. The next step computes them like a chunk of a prompt.
 from typing import TYPE_CHECKING
 
 from jpaged.engine.observe.engine_metrics import AnswerEnd
+from jpaged.engine.output.routed_experts import RoutedTokens
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.step_plan import NOTHING_ALLOWED
 from jpaged.engine.strategies.base import (
@@ -36,6 +37,8 @@ class SampleStrategy(Strategy):
         grammar = None if request_group.grammar is None else request_group.grammar.result()
         for request in request_group.requests:
             request.output.text = context.writer.new_text(params, request.prompt_token_ids)
+            if params.return_routed_experts:
+                request.output.routed = RoutedTokens(request_group.first.output.routed if request.index else None)
             if grammar is not None:
                 request.output.matcher = grammar.matcher()
                 request.output.jumps = context.jump_forward and not params.samples_forced_tokens
@@ -162,4 +165,5 @@ def _completion(request: Request, *, delta: bool) -> CompletionOutput:
         changes[-1][1],
         changes,
         None if output.kept_ids is None else SamplingMask(output.kept_ids[first:]),
+        output.routed.array(len(token_ids) - 1) if output.routed and status.is_end else None,
     )

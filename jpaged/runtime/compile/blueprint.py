@@ -436,6 +436,7 @@ class FittedBuild:
                     layout=model.layout, implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
                     placement=blueprint.placement, store=self.store, stage=model.stage,
                     capture=model.drafter.capture if model.drafter is not None and shape.captures else None,
+                    routes=blueprint.config.enable_return_routed_experts,
                 )  # fmt: skip
             if isinstance(shape, DraftShape):
                 return self.draft_build().compile(shape)

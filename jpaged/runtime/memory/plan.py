@@ -264,6 +264,9 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     _check_max_logprobs(spec, config.max_logprobs, max_num_seqs)
     if config.logprobs_mode not in LOGPROBS_MODES:
         raise ModelLoadError(f"logprobs_mode={config.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}")
+    if config.enable_return_routed_experts and (spec.experts is None or config.pipeline_parallel_size > 1):
+        accepted = "the model has no experts" if spec.experts is None else "does not work with pipeline_parallel_size"
+        raise ModelLoadError(f"enable_return_routed_experts=True: {accepted}: leave it out")
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ModelLoadError(f"gpu_memory_utilization={config.gpu_memory_utilization}: must be above 0 and at most 1")
     if block_size & (block_size - 1) or not 8 <= block_size <= 128:

@@ -43,7 +43,7 @@ def own_tokens(array: Shaped[Array, "tokens *rest"], count: int) -> Shaped[Array
     return lax.dynamic_slice_in_dim(array, lax.axis_index(CONTEXT) * size, size)
 
 
-def all_tokens(part: Float[Array, "part *rest"]) -> Float[Array, "tokens *rest"]:
+def all_tokens(part: Shaped[Array, "part *rest"]) -> Shaped[Array, "tokens *rest"]:
     """The parts of all devices, in order."""
     return lax.all_gather(part, CONTEXT, tiled=True)
 

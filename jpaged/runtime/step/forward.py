@@ -96,6 +96,7 @@ def forward(
     shards: Shards = WHOLE,
     stage: Stage = ALONE,
     capture: tuple[int, ...] | None = None,
+    routes: bool = False,
 ) -> tuple[DeviceState, ForwardResult]:
     """Run the decoder over one plan, or the layers of one pipeline stage. Donate `state`.
 
@@ -111,6 +112,8 @@ def forward(
     capture: of `decoder.decode`, for a draft head; () captures the last hidden states. Then two more results follow:
     the step's tokens as one array (`StepTokens`), and the captured hidden states side by side. One array each, because
     seven arrays instead of two slow a step of the demo model by 2% (1 row) to 4% (32 rows) on CPU.
+
+    routes: the last result is int16[tokens, layers with experts, per_token], the experts of each token.
     """
     state, batch = build_batch(state, packed, shape, proposed, adapters="adapters" in params)
     output_rows = None if shape.drafts else packed[shape.cuts["output_rows"]].reshape(2, shape.rows)
@@ -151,6 +154,9 @@ def forward(
     if capture is not None:
         parts = (batch.token_ids, batch.positions, batch.rows, batch.kv_groups[0].query_start_loc)
         more += (jnp.concatenate(parts), _side_by_side(captured or [x]))
+    if routes:
+        routed = jnp.stack(choices, axis=1).astype(jnp.int16)
+        more += (context.all_tokens(routed) if count > 1 else routed,)
     return state, ((counted, *more) if more else counted)
 
 
@@ -222,6 +228,7 @@ def compile_forward(
     store: ProgramStore | None = None,
     stage: Stage = ALONE,
     capture: tuple[int, ...] | None = None,
+    routes: bool = False,
 ) -> jax.stages.Compiled:
     """Compile a forward program from arrays or ShapeDtypeStructs, for `run_forward`.
 
@@ -230,7 +237,7 @@ def compile_forward(
     call = functools.partial(
         forward_of_arrays, weight_tree=jax.tree.structure(params), page_v_dim=state.page_v_dim, spec=spec,
         kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation, gated_dot=gated_dot,
-        shards=placement.shards, stage=stage, capture=capture,
+        shards=placement.shards, stage=stage, capture=capture, routes=routes,
     )  # fmt: skip
     packed = placement.shape((shape.packed_size,), np.int32)
     arguments: tuple[Any, ...] = (flat_weights(params), state_arrays(state), packed)

@@ -33,16 +33,18 @@ class StepHandle:
     captured: tuple[()] | tuple[jax.Array, jax.Array] = ()
     max_query_len: int = 1  # of the forward program
     proposed: jax.Array | None = None  # int32[rows of the program, max_drafts]  drafts of a drafter on the device
+    routed: jax.Array | None = None    # int16[tokens of the program, layers, top_k]  see `StepResult.routed_experts`
 
     @classmethod
     def of(
         cls, plan: StepPlan, shape: ForwardShape, result: Any, scores: tuple[jax.Array, ...],
-        proposed: jax.Array | None = None,
+        proposed: jax.Array | None = None, *, routes: bool = False,
     ) -> "StepHandle":  # fmt: skip
-        """The handle of a step that has not sampled. result: of its forward program."""
+        """The handle of a step that has not sampled. result: of its forward program. routes: see `step.forward`."""
         counted, *more = result if isinstance(result, tuple) else (result,)
         checked = more.pop(0) if plan.drafts is not None else None
-        return cls(plan, counted, scores, None, checked, tuple(more), shape.max_query_len, proposed)
+        routed = more.pop() if routes else None
+        return cls(plan, counted, scores, None, checked, tuple(more), shape.max_query_len, proposed, routed)
 
 
 def download(handle: StepHandle, *, pools: bool, pairs_of_token: int, mask_words: int = 0) -> StepResult:
@@ -52,6 +54,7 @@ def download(handle: StepHandle, *, pools: bool, pairs_of_token: int, mask_words
     mask_words: see `unpack`.
     """
     plan, load = handle.plan, None
+    routed = None if handle.routed is None else np.asarray(handle.routed)[: plan.total_tokens]
     scored, num_accepted = _joined(handle.scores, plan.scored.shape[1]), None
     host = None if handle.output is None else np.asarray(handle.output)
     if host is not None and plan.drafts is not None:
@@ -68,13 +71,17 @@ def download(handle: StepHandle, *, pools: bool, pairs_of_token: int, mask_words
         return StepResult(np.zeros(0, np.int32), pooled=host, pooled_tokens=scored, expert_load=load)
     scores = None if scored is None else unpack(scored)[1]
     if host is None:
-        return StepResult(np.zeros(len(plan.rows), np.int32), scores=scores, expert_load=load)
+        return StepResult(
+            np.zeros(len(plan.rows), np.int32), scores=scores, expert_load=load, routed_experts=routed
+        )
     token_ids, of, kept_ids = unpack(host, mask_words)
     if of is None:
-        return StepResult(token_ids, scores=scores, expert_load=load, num_accepted=num_accepted)
+        return StepResult(
+            token_ids, scores=scores, expert_load=load, num_accepted=num_accepted, routed_experts=routed
+        )
     return StepResult(
         token_ids, of.logprobs, of.ranks, of.top_ids, of.top_logprobs, kept_ids, scores, expert_load=load,
-        num_accepted=num_accepted,
+        num_accepted=num_accepted, routed_experts=routed,
     )  # fmt: skip
 
 
