@@ -71,6 +71,11 @@ class SamplingExtras:
         return self.has_grammar_or_budget or bool(self._forbidden_after)
 
     @property
+    def changes_masks(self) -> bool:
+        """True if not all tokens have the same mask."""
+        return self.follows_tokens or self.min_tokens > 0
+
+    @property
     def is_needed(self) -> bool:
         """True if the row needs extras on the device."""
         return self._counts or self._bias is not None or self.masks or self.processors > 0

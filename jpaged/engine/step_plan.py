@@ -227,6 +227,8 @@ class StepPlan:
     # scored[2]: slot of the request's adapter. scored[3]: row of the request table, to score by the distribution from
     # which the row samples; -1: by the model's own
     scored: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((4, 0), np.int32))
+    # masks of scored tokens, in place of their row's; `RowMask.token`: index in `scored`
+    score_masks: tuple[RowMask, ...] = ()
     # adapters to write into their slots before the step, in order
     adapter_loads: tuple[AdapterLoad, ...] = ()
     # Some masks depend on tokens in flight, or are computed while the forward program runs (grammars, reasoning

@@ -8,14 +8,14 @@ import numpy as np
 from jpaged.errors import RequestError
 from jpaged.params.sampling import SamplingParams
 
-# Parameters that change the distribution from which a token is drawn, and not from one token of an answer to the next
-# except by the tokens before it. `score` applies them.
+# Parameters that change the distribution from which a token is drawn. `score` applies them.
 APPLIED = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logits_processors",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "min_tokens",
+    "stop_token_ids", "ignore_eos",
 )  # fmt: skip
-# Parameters whose masks differ between the tokens of an answer. `score` does not compute these masks.
-REFUSED = ("use_beam_search", "structured_outputs", "thinking_token_budget", "min_tokens")
+# Parameters that `score` does not apply.
+REFUSED = ("use_beam_search", "structured_outputs", "thinking_token_budget")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,14 +44,13 @@ class ScoringParams:
         """
         given = self.sampling_params
         fixed: dict[str, Any] = {
-            "max_tokens": 1, "ignore_eos": True, "detokenize": False, "return_sampling_mask": False,
-            "return_routed_experts": False,
+            "max_tokens": None, "detokenize": False, "return_sampling_mask": False, "return_routed_experts": False,
         }  # fmt: skip
         if given is None or not processed:
             return SamplingParams(temperature=0, **fixed)
         for name in REFUSED:
             if getattr(given, name) != getattr(SamplingParams, name):
-                accepted = "is not applied by score, because its mask differs from token to token: leave it out"
+                accepted = "is not applied by score with processed log-probabilities: leave it out"
                 raise RequestError(name, getattr(given, name), accepted)
         applied = {name: getattr(given, name) for name in APPLIED}
         return SamplingParams(**applied, **fixed)

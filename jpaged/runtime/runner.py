@@ -224,7 +224,7 @@ class ModelRunner(EnginePrograms):
                 last.start_rows(plan.row_inits)
             proposed = () if self._drafter is None else self._drafter.before(plan, program.shape, last.live)
             result = last.forward(program, plan, *self._front.forward(plan), *proposed)
-            scores = last.score(plan.scored)
+            scores = last.score(plan.scored, plan.score_masks)
             handle = StepHandle.of(
                 plan, program.shape, result, scores, *proposed, routes=self.returns_routed_experts
             )

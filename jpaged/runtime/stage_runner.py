@@ -224,7 +224,7 @@ class LastStageRunner(StageRunner):
         super().__init__(build, params, programs, host_slots=host_slots, owns_params=owns_params, handover=handover)
         self._token_mask = token_mask
         self._on_sampled = on_sampled
-        self._no_token_masks: dict[int, jax.Array] = {}  # by number of tokens; see `sample_checked`
+        self._no_token_masks: dict[int, jax.Array] = {}  # by number of tokens; see `_token_masks`
         self._uploader = None if self._spec.pools else ExtrasUploader(
             build.state_shapes(), build.limits.max_model_len, self.placement, build.store
         )  # fmt: skip
@@ -240,10 +240,10 @@ class LastStageRunner(StageRunner):
             if init.extras is not None and self._uploader is not None:
                 self.state = self._uploader.start(self.live, init)
 
-    def score(self, scored: np.ndarray) -> tuple[jax.Array, ...]:
+    def score(self, scored: np.ndarray, masks: Sequence[RowMask] = ()) -> tuple[jax.Array, ...]:
         """Log-probabilities of known tokens, or vectors if the model pools. Runs in chunks, to limit live logits.
 
-        scored: see `StepPlan`.
+        scored, masks: see `StepPlan`.
         """
         if not scored.shape[1]:
             return ()
@@ -264,7 +264,10 @@ class LastStageRunner(StageRunner):
             if scorer.shape.processed:
                 packed[-1] = -1
                 packed[-1, : len(rows)] = rows
-            chunks.append(self._run_output(scorer, packed))
+                own = [mask for mask in masks if first <= mask.token < first + size]
+                chunks.append(self._run_output(scorer, packed, self._token_masks(own, size, first)))
+            else:
+                chunks.append(self._run_output(scorer, packed))
         return tuple(chunks)
 
     def sample_or_pool(self, plan: StepPlan, masks: Sequence[RowMask]) -> jax.Array | None:
@@ -285,16 +288,19 @@ class LastStageRunner(StageRunner):
         program = self.programs.sampler(checked.shape[1], plan.sampler, checks=True)
         if not uses_extras(program.shape):
             return self._run_output(program, checked)
-        num_tokens, words = program.shape.rows, self.live.sampling.masks.shape[1]
+        return self._run_output(program, checked, self._token_masks(masks, program.shape.rows))
+
+    def _token_masks(self, masks: Sequence[RowMask], num_tokens: int, first: int = 0) -> jax.Array:
+        """Masks of tokens, `first` and after, as `output_programs.sample_checked` takes them."""
         packed = self._no_token_masks.get(num_tokens)
         if packed is None or masks:
-            host = np.zeros((num_tokens, words + 1), np.uint32)
+            host = np.zeros((num_tokens, self.live.sampling.masks.shape[1] + 1), np.uint32)
             for mask in masks:
-                host[mask.token, :-1], host[mask.token, -1] = mask.words, 1
+                host[mask.token - first, :-1], host[mask.token - first, -1] = mask.words, 1
             packed = self.placement.put(host)
             if not masks:
                 self._no_token_masks[num_tokens] = packed
-        return self._run_output(program, checked, packed)
+        return packed
 
     def _run_output(self, program: Program[OutputShape], rows: Any, *more: jax.Array) -> jax.Array:
         state = self.live

@@ -228,7 +228,7 @@ def test_what_cannot_be_scored_is_refused():
     own = processed.process("r", "ABC", ScoringParams(None, 2)).first
     assert (own.scores_processed, own.params.greedy) == (False, True)
     wrong = [
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"min_tokens": 2}, "min_tokens"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"use_beam_search": True, "n": 2}, "use_beam_search"),
     ]  # fmt: skip
     for fields, name in wrong:

@@ -121,15 +121,15 @@ class InputProcessor:
         self._check_prompt_logprobs(params, len(token_ids))
         per_token = pooling_params is not None and pooling_params.per_token
         max_total_tokens = self.limits.max_model_len
-        if pooling_params is not None:
-            max_total_tokens = len(token_ids) + 1  # the prompt may fill the model: no token is sampled
+        if pooling_params is not None or scoring is not None:
+            max_total_tokens = len(token_ids) + 1  # a pooled prompt may fill the model: no token is sampled
         elif params.max_tokens is not None:
             self._check_max_tokens(params.max_tokens, len(token_ids), refuse=refuse_cut)
             max_total_tokens = min(max_total_tokens, len(token_ids) + params.max_tokens)
         end_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         extras = self._extras(params, end_token_ids)
         if scoring is not None:
-            _check_scoring(scoring, len(token_ids), extras)
+            _check_scoring(scoring, len(token_ids))
         requests = [
             Request(
                 request_id=request_id,
@@ -374,14 +374,11 @@ def _counted(params: SamplingParams, vocab_size: int) -> SamplingParams:
     return dataclasses.replace(params, **dict.fromkeys(names, vocab_size)) if names else params
 
 
-def _check_scoring(scoring: ScoringParams, num_tokens: int, extras: SamplingExtras | None) -> None:
-    """Refuse a text without the tokens before the scored ones, and masks that differ from token to token."""
+def _check_scoring(scoring: ScoringParams, num_tokens: int) -> None:
+    """Refuse a text without the tokens before the scored ones."""
     count = scoring.num_prompt_tokens
     if count > num_tokens:
         raise RequestError("num_prompt_tokens", count, f"must be at most {num_tokens}, the tokens of the text")
-    if extras is not None and extras.follows_tokens:
-        accepted = "only words of one token are applied by score: leave the others out"
-        raise RequestError("bad_words", getattr(scoring.sampling_params, "bad_words", None), accepted)
 
 
 def _pooled(params: PoolingParams) -> SamplingParams:

@@ -64,6 +64,7 @@ class _PromptRows:
     inits: list[RowInit] = dataclasses.field(default_factory=list)
     # columns of `StepPlan.scored`
     scored: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    score_masks: list[RowMask] = dataclasses.field(default_factory=list)
     scorers: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # (request, entries of `scored`)
     parents: list[Request] = dataclasses.field(default_factory=list)  # requests with followers, whose prompt ends
     forked_from: list[int] = dataclasses.field(default_factory=list)
@@ -133,6 +134,7 @@ class PlanBuilder:
             moves=self._moves(),
             masks=masks,
             scored=_lines(prompts.scored, _NOTHING_SCORED).T,
+            score_masks=tuple(prompts.score_masks),
             waits_for_masks=waits_for_masks,
             adapter_loads=self._adapter_loads(),
             drafts=drafts,
@@ -293,6 +295,11 @@ def _score(rows: _PromptRows, request: Request, num_tokens: int, slot: int) -> N
     offset = rows.first + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
     unscored = range(max(first, schedule.num_scored - ahead), last)
     scored = [(offset + i, prompt[i + ahead], slot, row) for i in unscored]
+    extras, score_from = request.extras, request.score_from
+    if row >= 0 and extras is not None and score_from is not None and extras.changes_masks:
+        for index, last_token in enumerate(unscored, len(rows.scored)):
+            before = prompt[max(last_token + 1 - extras.lookback, 0) : last_token + 1]
+            rows.score_masks.append(RowMask(row, extras.mask(before, last_token + 1 - score_from), index))
     if scored:
         rows.scored += scored
         rows.scorers.append((request, len(scored)))

@@ -232,6 +232,7 @@ def score(
     sampling: SamplingState | None,
     hidden: Float[Array, "tokens hidden"],
     scored: Int[Array, "lines scored"],
+    masks: UInt[Array, "scored words"] | None = None,
     *,
     spec: DecoderSpec,
     layout: WeightLayout,
@@ -241,6 +242,7 @@ def score(
     """Log-probabilities of known tokens. scored: see `score_lines`. Returns `Sampled.packed`.
 
     A processed program counts the tokens of rows in their `SamplingState.counts`, as if the rows had sampled them.
+    It alone has masks, as `sample_checked`.
     """
     slots = scored[2] if "adapters" in params else None
     logits = _lm_head(spec, params, hidden, scored[1], slots, layout, shards)
@@ -251,6 +253,8 @@ def score(
         before = jnp.tril(rows[:, None] == rows, -1)  # of token i: j is an earlier token of its row
         seen = jnp.where(before, ids, spec.vocab_size)
         extras = extras.replace(counts=extras.counts.at[jnp.arange(len(ids))[:, None], seen].add(2, mode="drop"))
+        if masks is not None:
+            extras = extras.replace(masks=jnp.where(masks[:, -1:] > 0, masks[:, :-1], extras.masks))
         of_tokens = ids, jnp.take(table, rows, axis=0, mode="clip"), rows >= 0, extras
         counted = jnp.where(rows < 0, table.shape[0], rows)  # a negative index would count from the end
         sampling = sampling.replace(counts=sampling.counts.at[counted, ids].add(2, mode="drop"))
@@ -332,6 +336,8 @@ def compile_output(
         case ScoreShape(size):
             call = functools.partial(score, spec=spec, layout=layout, options=options, shards=shards)
             rows = placement.shape((score_lines(shape, adapters="adapters" in params), size), np.int32)
+            if shape.processed:
+                more = (placement.shape((size, 1 + state.sampling.masks.shape[1]), np.uint32),)
         case PoolShape(size):
             call = functools.partial(pool, num_rows=size, spec=spec, layout=layout, shards=shards)
     sampling = state.sampling if uses_extras(shape) else None
