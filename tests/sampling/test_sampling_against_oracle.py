@@ -86,12 +86,16 @@ class DeviceRow:
     draws: np.ndarray  # int[num_draws] tokens sampled with one seed, each at another sample index or position
     # logprobs_mode -> token -> (value, rank): for the NUM_LOGPROBS tokens with the largest values, and for draws[0]
     logprobs: Mapping[str, Mapping[int, tuple[float, int]]]
-    score: float  # processed log-probability of draws[0], from `score_tokens`
     mask: np.ndarray  # bool[vocab]  the sampling mask
+    score: float | None  # processed log-probability of draws[0], from `score_tokens`
 
 
-def device_distribution(rows: Sequence[Row], num_draws: int, modes: Sequence[str] = ()) -> list[DeviceRow]:
+def device_distribution(
+    rows: Sequence[Row], num_draws: int, modes: Sequence[str] = (), *, scores: bool = False
+) -> list[DeviceRow]:
     """Run SamplerVariant.FULL, which serves any mix of requests, on the device. modes: other logprobs_modes to report.
+
+    scores: run `score_tokens`, too.
 
     Rows are cut into batches in their order, so that a batch has rows with and without each parameter. Counts of prompt
     and output tokens are uploaded as a running engine does. `scale` is registered as a custom processor. All draws of a
@@ -104,7 +108,7 @@ def device_distribution(rows: Sequence[Row], num_draws: int, modes: Sequence[str
     for group in groups.values():
         for start in range(0, len(group), BATCH):
             part = group[start : start + BATCH]
-            answers |= dict(zip(part, _ask([rows[i] for i in part], num_draws, modes), strict=True))
+            answers |= dict(zip(part, _ask([rows[i] for i in part], num_draws, modes, scores=scores), strict=True))
     return [answers[i] for i in range(len(rows))]
 
 
@@ -168,7 +172,7 @@ def _started(rows: Sequence[Row]) -> tuple[np.ndarray, SamplingState]:
     return fields, state.sampling
 
 
-def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str]) -> list[DeviceRow]:
+def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str], *, scores: bool) -> list[DeviceRow]:
     """Results for the rows of one batch, which have the same known ids."""
     fields, sampling = _started(rows)
     vocab = len(rows[0].logits)
@@ -178,8 +182,10 @@ def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str]) -> list[Devi
     modes = ["processed_logprobs", *modes]
     positions = np.zeros(BATCH, np.int32)
     results = {mode: _sampler(mode, vocab)(logits, fields, positions, known, sampling) for mode in modes}
-    drawn = results["processed_logprobs"].token_ids
-    scored = _scorer()(logits, drawn, fields, np.ones(BATCH, bool), known, sampling)
+    scored = None
+    if scores:
+        drawn = results["processed_logprobs"].token_ids
+        scored = _scorer()(logits, drawn, fields, np.ones(BATCH, bool), known, sampling).logprobs
     answers = []
     for index, row in enumerate(rows):
         draws = np.asarray(results["processed_logprobs"].token_ids)[index : index + 1]
@@ -193,7 +199,8 @@ def _ask(rows: Sequence[Row], num_draws: int, modes: Sequence[str]) -> list[Devi
         reported = {mode: _reported(results[mode], index, draws[0]) for mode in modes}
         mask = np.zeros(vocab, bool)
         mask[unpack_mask(np.asarray(whole.kept_ids)[index])] = True
-        answers.append(DeviceRow(probs > 0, probs, draws, reported, float(scored.logprobs[index]), mask))
+        score = None if scored is None else float(scored[index])
+        answers.append(DeviceRow(probs > 0, probs, draws, reported, mask, score))
     return answers
 
 
@@ -417,9 +424,11 @@ def rows_draw_independently(drawn: list[tuple[Row, DeviceRow]]) -> None:
         assert abs(np.corrcoef(uniforms)[0, 1]) < 5 / math.sqrt(NUM_DRAWS)
 
 
-def test_scores(answers: list[tuple[Row, DeviceRow]]):
+@pytest.mark.slow
+def test_scores(alone: list[Row], mixed: list[Row]):
     """`score_tokens` gives a drawn token the value that `sample_tokens` gave it."""
-    for row, answer in answers:
+    rows = [*alone, *mixed]
+    for row, answer in zip(rows, device_distribution(rows, 1, scores=True), strict=True):
         token = int(answer.draws[0])
         assert answer.score == answer.logprobs["processed_logprobs"][token][0], row.params
 
