@@ -211,7 +211,7 @@ def _prepare(
                 adapters=adapters,
                 progress=progress,
                 background=background,
-                owns_params=params is None,
+                owns_params=params is None and (devices is not None or config.data_parallel_size == 1),
                 before_first_run=(lambda: None) if group is None else group.wait_for_all,
             )
             runners.append(runner)

@@ -3,6 +3,7 @@
 Imported late: JAX and all that uses it.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,9 @@ class WeightUpdater:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, runners: "Sequence[ModelRunner]"):
         """loaded: its params are not kept. runners: of the engines."""
         self._config, self._runners = config, runners
-        self._engine = EngineWeights.of(loaded, config, runners[0].weight_slots, runners[0].first_device)
+        engine = EngineWeights.of(loaded, config, runners[0].weight_slots, runners[0].first_device)
+        shared = any(runner.first_device == engine.device for runner in runners[1:])
+        self._engine = dataclasses.replace(engine, shared=shared)
 
     def prepare(self, weights: Any, layout: WeightLayout | None) -> list[Leaves]:
         """Check new weights. Returns for each engine a function that returns its leaves, to be called in this order.

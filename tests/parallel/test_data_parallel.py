@@ -101,6 +101,19 @@ def test_a_call_is_shown_and_sleep_frees_all_engines(two):
     assert two.reset_prefix_cache()
 
 
+def test_an_engine_that_discards_shared_weights_deletes_none_of_the_others(two, checkpoint):
+    first, second = two.engines
+    for _ in range(2):  # the weights of the start, and those of an update
+        first.sleep(discard_weights=True)
+        assert first.runner.weights_problem() is not None
+        assert second.runner.weights_problem() is None
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(second.runner.params))
+        first.wake_up()
+        two.update_weights(checkpoint)
+    assert first.runner.weights_problem() is None
+    assert all(a is b for a, b in zip(*(jax.tree.leaves(each.runner.params) for each in two.engines), strict=True))
+
+
 def test_engines_on_devices_of_their_own_have_copies_of_the_weights(one, checkpoint):
     prompts, _ = workload(6, seed=5)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

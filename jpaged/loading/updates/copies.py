@@ -19,18 +19,18 @@ def copies(trees: Sequence[Params], slots: Sequence[Params]) -> list[NewLeaf]:
     def leaf_of(layer: int | None, name: str, each: Sequence[Any], wanted: Sequence[Any]) -> NewLeaf:
         """each, wanted: the leaf and its slots, by stage."""
         pairs = list(zip(each, wanted, strict=True))
-        shared = all(
+        fits = [
             slot.fits(array)
             for leaf, slots in pairs
             for slot, array in zip(jax.tree.leaves(slots), jax.tree.leaves(leaf), strict=True)
-        )
+        ]
 
         def make() -> Any:
             made = [jax.tree.map(LeafSlot.moved, slots, leaf) for leaf, slots in pairs]
             jax.block_until_ready(made)
             return made[0] if layer is not None else PerStage(tuple(made))
 
-        return NewLeaf(layer, name, make, by_reference=shared)
+        return NewLeaf(layer, name, make, by_reference=all(fits), owned=not any(fits))
 
     first = 0
     leaves = [

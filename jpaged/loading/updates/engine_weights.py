@@ -34,6 +34,7 @@ class EngineWeights:
     device: jax.Device       # the engine's first
     slots: Sequence[Params]  # `LeafSlot`s, a tree for each pipeline stage
     kv_scales: KVScales | None = None  # of the checkpoint that the engine started with
+    shared: bool = False     # other engines use the same arrays
 
     @classmethod
     def of(cls, loaded: LoadedModel, config: EngineConfig, slots: Sequence[Params], device: jax.Device) -> Self:

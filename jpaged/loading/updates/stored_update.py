@@ -31,7 +31,8 @@ def prepare_path(path: str, engine: EngineWeights) -> Callable[[], Iterator[NewL
 def _leaves(path: str, engine: EngineWeights) -> Iterator[NewLeaf]:
     with _opened(path, engine) as stored:
         for leaf in stored.leaves(engine.dtype, engine.placer):
-            yield from in_layout(engine.on_device(leaf), engine)
+            made = dataclasses.replace(engine.on_device(leaf), owned=not engine.shared)
+            yield from in_layout(made, engine)
 
 
 @contextlib.contextmanager
