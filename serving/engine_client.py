@@ -105,6 +105,11 @@ class EngineClient(Generates, Protocol):
         """Version of the weights."""
         ...
 
+    @property
+    def weights_problem(self) -> str | None:
+        """Reason why requests are refused until the next update; None: there is none."""
+        ...
+
     async def update_weights(
         self, weights: str, *, version: WeightVersion | None = None, mode: str = "keep"
     ) -> WeightUpdate:

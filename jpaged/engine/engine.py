@@ -209,7 +209,8 @@ class Engine:
         """End all requests and raise StepError if no step can run with the weights."""
         if self._outputs.request_groups and (problem := self.runner.weights_problem()) is not None:
             self.pipeline.drop()
-            raise StepError(self._outputs.fail_all(), EngineError(problem))
+            cause = NoWeightsError(problem)
+            raise StepError(self._outputs.fail_all(), cause) from cause
 
     def _turn(self) -> CollectedStep | None:
         """Schedule and dispatch a step, and collect the step before it."""

@@ -154,6 +154,11 @@ class EngineAccess:
         """
         return self.engines[-1].weight_version
 
+    @property
+    def weights_problem(self) -> str | None:
+        """Reason why requests are refused until the next `update_weights`; None: there is none."""
+        return next((problem for each in self.engines if (problem := each.runner.weights_problem())), None)
+
     def _prepared(self, weights: Any, layout: Any, version: object) -> Sequence[Callable[[], Iterable[Any]]]:
         """Check an update of the weights. Returns for each engine a function that returns its leaves.
 

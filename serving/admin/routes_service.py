@@ -30,9 +30,10 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 while the server is healthy and accepts requests, 503 while it drains, is paused or sleeps."""
+    """Answer 200 while the server is healthy and accepts requests, 503 while it drains, pauses or has no weights."""
     server: Server = request.app.state.server
-    if request.app.state.intake.draining or await server.engine.is_paused():
+    refuses = request.app.state.intake.draining or server.engine.weights_problem is not None
+    if refuses or await server.engine.is_paused():
         return Response("no new requests\n", HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"})
     return await health(request)
 

@@ -52,6 +52,8 @@ class ClientDisconnected(Exception):
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the status and the body for an error. Details of internal errors go to the log only."""
+    if isinstance(error.__cause__, NoWeightsError):  # it ended the request while it ran
+        error = error.__cause__
     match error:
         case APIError():
             status, param, code = error.status, error.param, error.code

@@ -1,13 +1,14 @@
 """Replaces the weights of a running server by those of a checkpoint below the operator's folders."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 
-from jpaged.errors import EngineError, ModelLoadError, NoWeightsError, shown
+from jpaged.errors import EngineError, ModelLoadError, shown
 from jpaged.outputs import WeightUpdate
 from jpaged.serving.engine_client import EngineClient
 from jpaged.serving.web.error_responses import APIError
@@ -66,22 +67,26 @@ class ServedWeights:
                 result = await self._engine.update_weights(str(path), version=order.version, mode=mode)
             except BaseException as error:
                 if pauses:
-                    await self._engine.resume_generation()
-                match error:
-                    case NoWeightsError():
-                        raise
-                    case ModelLoadError():
-                        message = str(error)
-                        raise APIError(
-                            HTTPStatus.BAD_REQUEST, message, param=order.field, code="bad_weights"
-                        ) from None
-                    case EngineError():  # the operator may read it
-                        raise APIError(HTTPStatus.CONFLICT, str(error), code="engine_error") from None
-                raise
+                    with contextlib.suppress(EngineError):  # it has no weights
+                        await self._engine.resume_generation()
+                raise self._shown(error, order.field) from None
         logger.info(
             "the weights are those of %s, version %s: no step ran for %.3f s", path, result.version, result.seconds
         )
         return DoneUpdate(result, 0 if mode == "abort" else stats.num_running + stats.num_waiting)
+
+    def _shown(self, error: BaseException, field: str) -> BaseException:
+        """Return the error that the operator reads. field: of the body, that has the path."""
+        problem = self._engine.weights_problem
+        match error:
+            case ModelLoadError() if problem is None:
+                return APIError(HTTPStatus.BAD_REQUEST, str(error), param=field, code="bad_weights")
+            case EngineError() if problem is None:
+                return APIError(HTTPStatus.CONFLICT, str(error), code="engine_error")
+            case ModelLoadError() | EngineError():
+                message = f"{error}; {problem}"
+                return APIError(HTTPStatus.SERVICE_UNAVAILABLE, message, param=field, code="no_weights")
+        return error
 
     def _checked(self, field: str, path: str) -> Path:
         """A checkpoint below the operator's folders. Raises APIError."""

@@ -8,12 +8,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
 from jpaged import LLM, AsyncLLM, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import ModelLoadError
+from jpaged.runtime import weight_update
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server
@@ -227,6 +230,28 @@ def test_checkpoints_that_do_not_fit_leave_the_old_weights(served, old_weights):
     answer = served.ask(PROMPTS[1])
     assert (answer["token_ids"], answer["weight_versions"][0]["version"]) == (expected, "old")
     assert httpx.get(f"{served.base}/weight_version").json() == {"weight_version": "old"}
+
+
+def test_an_update_that_fails_in_the_middle_is_repaired_by_the_next(served, old_weights):
+    check, calls = weight_update._check, []
+
+    def fails(*leaf):
+        calls.append(leaf)
+        if len(calls) == 5:
+            raise ModelLoadError("model.safetensors cannot be read")
+        check(*leaf)
+
+    with mock.patch.object(weight_update, "_check", fails):
+        error = error_of(served.update("new", keep_pause=True), 503)
+    assert error["code"] == "no_weights"
+    assert "cannot be read; an update of the weights has failed" in error["message"]
+    asked = httpx.post(f"{served.base}/v1/completions", json={"prompt": PROMPTS[0], "max_tokens": 2})
+    assert error_of(asked, 503)["code"] == "no_weights"
+    assert httpx.get(f"{served.base}/ready").status_code == 503
+    assert served.update("new").json()["success"]
+    httpx.post(f"{served.base}/resume", headers=ADMIN).raise_for_status()
+    assert served.ask(PROMPTS[0])["token_ids"] == answer_of(served.new, PROMPTS[0], 8)
+    assert httpx.get(f"{served.base}/ready").status_code == 200
 
 
 def test_paused_and_sleeping_servers_are_updated(served, old_weights):

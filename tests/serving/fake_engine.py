@@ -95,6 +95,7 @@ class FakeEngine:
     paused: bool = False
     asleep: bool = False
     weight_version: int | str = 0
+    weights_problem: str | None = None
     refuses: Exception | None = None  # error of `update_weights`
     calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)  # of the admin routes
 

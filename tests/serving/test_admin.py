@@ -1,5 +1,6 @@
 """/admin/inspect exists only with an admin key, and requires it. Also: an engine with a full queue."""
 
+import concurrent.futures
 import json
 import random
 import socket
@@ -231,6 +232,22 @@ def test_cached_tokens_are_in_the_usage(real, served):
         answer = httpx.post(f"{served}/v1/completions", json=asked, headers={"Authorization": "Bearer talk"})
         cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 8]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_end_when_the_weights_are_lost(real, served, stream):
+    asked = {"prompt": [*PREFIX, 1], "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        talk = {"Authorization": "Bearer talk"}
+        answer = threads.submit(httpx.post, f"{served}/v1/completions", json=asked, headers=talk)
+        wait_for(lambda: real.stats().generated_tokens > 3)
+        real.engine.runner.problem = "the weights were deleted: call update_weights"
+        response = answer.result(10)
+    if stream:
+        assert '"code":"no_weights"' in response.text
+        assert "the weights were deleted: call update_weights" in response.text
+    else:
+        assert error_of(response, 503)["message"] == "the weights were deleted: call update_weights"
 
 
 def test_an_engine_without_weights_refuses_requests(real, served):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from jpaged import CompletionOutput
-from jpaged.errors import EngineError, ModelLoadError, NoWeightsError
+from jpaged.errors import EngineError, ModelLoadError
 from jpaged.serving.app_options import AppOptions
 from jpaged.serving.application import create_app
 from jpaged.serving.openai_api.generation import weight_spans
@@ -128,20 +128,20 @@ def test_refused_by_vllms_route(client, engine):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code"),
+    ("error", "problem", "status", "code", "message"),
     [
-        (ModelLoadError("layers.0.wo is missing"), 400, "bad_weights"),
-        (EngineError("the weights sleep: wake them up"), 409, "engine_error"),
-        (NoWeightsError("half of the weights are replaced"), 503, "no_weights"),
+        (ModelLoadError("wo is missing"), None, 400, "bad_weights", "wo is missing"),
+        (ModelLoadError("wo is cut"), "call update_weights", 503, "no_weights", "wo is cut; call update_weights"),
+        (EngineError("the weights sleep"), None, 409, "engine_error", "the weights sleep"),
     ],
 )
-def test_errors_of_the_engine_are_shown_to_the_operator(client, engine, error, status, code):
-    engine.refuses = error
+def test_errors_of_the_engine_are_shown_to_the_operator(client, engine, error, problem, status, code, message):
+    engine.refuses, engine.weights_problem = error, problem
     answer = client.post("/update_weights_from_disk", json={"model_path": "1"})
     assert error_of(answer, status) | {"type": "", "param": ""} == {
-        "message": str(error), "code": code, "type": "", "param": "",
+        "message": message, "code": code, "type": "", "param": "",
     }  # fmt: skip
-    assert error_of(client.post("/update_weights", json={"weight_dir": "1"}), status)["message"] == str(error)
+    assert error_of(client.post("/update_weights", json={"weight_dir": "1"}), status)["message"] == message
 
 
 def test_an_update_needs_an_admin_key_and_folders(client, engine, host):
