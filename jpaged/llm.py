@@ -167,8 +167,7 @@ class LLM(EngineAccess):
         self.generate(prompt, params, use_tqdm=False)
         with self._exclusive("take_kv"):
             handover = engine.take_kv(self._request_group(engine, 0, prompt, params, 1, 0))
-        weights = weights_name(self.config, live=self._is_live)
-        return dataclasses.replace(handover, layout=f"{weights}, {handover.layout}").to_bytes()
+        return dataclasses.replace(handover, layout=f"{self._weights_name()}, {handover.layout}").to_bytes()
 
     def put_kv(self, data: bytes) -> int:
         """Add the KV of `take_kv` to the prefix cache. Returns the number of new blocks.
@@ -177,12 +176,15 @@ class LLM(EngineAccess):
         data_parallel_size=1. Raises RequestError for damaged bytes, or another model, block size or KV type.
         """
         engine = self._handover_engine("put_kv")
-        handover, own = KVHandover.from_bytes(data), weights_name(self.config, live=self._is_live)
+        handover, own = KVHandover.from_bytes(data), self._weights_name()
         model, _, layout = handover.layout.partition(", ")
         if model != own:
             raise RequestError("data", model, f"is from another model: this engine has {own}")
         with self._exclusive("put_kv"):
             return engine.put_kv(dataclasses.replace(handover, layout=layout))
+
+    def _weights_name(self) -> str:
+        return weights_name(self.config, live=self._is_live, version=self.weight_version)
 
     def _handover_engine(self, method: str) -> Engine:
         engine = self.engine

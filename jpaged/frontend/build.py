@@ -24,6 +24,7 @@ from jpaged.frontend.engine_config import engine_config
 from jpaged.frontend.generation_defaults import generation_defaults
 from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.lifetime import not_using_device
+from jpaged.outputs import WeightVersion
 from jpaged.params.logits_processors import LogitsProcessor, logits_processors
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import SamplingParams
@@ -237,13 +238,17 @@ def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
         return ProcessGroup.join(config, checkpoint_fingerprint(config))
 
 
-def weights_name(config: EngineConfig, *, live: bool) -> str:
-    """Name the weights' files by their fingerprint. Live arrays have no files: only their owner can compare them."""
-    if live:
-        return "live arrays"
-    from jpaged.loading import checkpoint_fingerprint
+def weights_name(config: EngineConfig, *, live: bool, version: WeightVersion) -> str:
+    """Name the weights' files by their fingerprint. Live arrays have no files: only their owner can compare them.
 
-    return f"checkpoint {checkpoint_fingerprint(config)}"
+    version: after an update of the weights, it names them. The caller gives other weights another version.
+    """
+    name = "live arrays"
+    if not live:
+        from jpaged.loading import checkpoint_fingerprint
+
+        name = f"checkpoint {checkpoint_fingerprint(config)}"
+    return name if version == 0 else f"{name} with weights of version {str(version).replace(',', ';')}"
 
 
 def _sampling_defaults(loaded: "LoadedModel", config: EngineConfig) -> SamplingParams:

@@ -105,7 +105,7 @@ def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
     engine.engine.check_integrity()
 
 
-@pytest.mark.parametrize("awake_first", [False, True])
+@pytest.mark.parametrize("awake_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_weights_kept_requests_wait_and_new_ones_are_refused(engine, runner, awake_first):
     async def main() -> None:
         tasks = await started(engine, 6)

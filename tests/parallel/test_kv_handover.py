@@ -90,6 +90,18 @@ def test_bad_data_is_refused(pair, checkpoint):
         plain.take_kv(prompt)
 
 
+def test_kv_of_other_weights_is_refused(pair, checkpoint):
+    one, other = pair
+    prompt = list(range(40, 100))
+    one.update_weights(checkpoint, version="b, c")
+    with pytest.raises(RequestError, match=r"another model: this engine has .*, got .* of version b; c"):
+        other.put_kv(one.take_kv(prompt))
+    other.update_weights(checkpoint, version="b, c")
+    assert other.put_kv(one.take_kv(prompt)) > 0
+    for each in pair:
+        each.update_weights(checkpoint, version=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),

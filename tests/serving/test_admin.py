@@ -234,7 +234,7 @@ def test_cached_tokens_are_in_the_usage(real, served):
     assert cached == [0, 8]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_requests_end_when_the_weights_are_lost(real, served, stream):
     asked = {"prompt": [*PREFIX, 1], "max_tokens": 1900, "ignore_eos": True, "stream": stream}
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
