@@ -60,12 +60,15 @@ class AsyncLLM(EngineAccess):
         *,
         params: Any = None,
         layout: Any = None,
+        mesh: Any = None,
         watchdog_seconds: float = STALL_SECONDS,
         **engine_options: Unpack[EngineArguments],
     ):
         if not 0 < watchdog_seconds < float("inf"):
             raise RequestError("watchdog_seconds", watchdog_seconds, "must be a number of seconds above 0")
-        built = build_engine(model, params, engine_options, layout=layout, progress=True, background=True)
+        built = build_engine(
+            model, params, engine_options, layout=layout, mesh=mesh, progress=True, background=True
+        )
         super().__init__(built)
         built.engine.inputs.prepare_grammars()
         self._tokenising = TokeniserThreads()

@@ -68,8 +68,10 @@ class LLM(EngineAccess):
 
     model:  folder, Hugging Face hub id, .gguf file, or "demo". With `params` also a Hugging Face config, its dict, or a
             DecoderSpec.
-    params: live arrays (the tree of `jpaged.models.spec.param_shapes`), used without a copy.
+    params: live arrays (the tree of `jpaged.models.spec.param_shapes`), used without a copy where they are placed like
+            the engine's (docs/live_arrays.md).
     layout: a `jpaged.models.spec.WeightLayout`, for live arrays with shapes that do not determine their layout.
+    mesh:   a `jax.sharding.Mesh` with the engine's devices. None: those of the live arrays, or JAX's first ones.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.
 
     Raises ModelLoadError when the model cannot be loaded, RequestError for a bad option. `close`, or a `with` block's
@@ -79,13 +81,16 @@ class LLM(EngineAccess):
 
     @using_device()
     def __init__(
-        self, model: Any, *, params: Any = None, layout: Any = None, **engine_options: Unpack[EngineArguments]
-    ):
+        self, model: Any, *, params: Any = None, layout: Any = None, mesh: Any = None,
+        **engine_options: Unpack[EngineArguments],
+    ):  # fmt: skip
         if count := engine_options.get("prefill_engines"):
             known = "is for AsyncLLM and the server: leave it out, or use one of them"
             raise RequestError("prefill_engines", count, known)
         with told_start():
-            built = build_engine(model, params, engine_options, layout=layout, progress=True, background=True)
+            built = build_engine(
+                model, params, engine_options, layout=layout, mesh=mesh, progress=True, background=True
+            )
         super().__init__(built)
         self._is_live = params is not None
         self._lock = threading.Lock()

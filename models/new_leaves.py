@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
+from jpaged.models.resharding import resharded
 from jpaged.models.spec import Params
 
 
@@ -41,7 +42,7 @@ class LeafSlot:
     def moved(self, array: jax.Array) -> jax.Array:
         """An array of this shape and dtype, on these devices and in this layout. No copy if it fits."""
         if not self.is_here(array.sharding):
-            array = jax.device_put(array, self.sharding)
+            array = resharded(array, self.sharding)
         if _layout_of(array) != self.layout:  # a copy of its own: JAX cannot change devices and layout at once
             array = jax.device_put(array, Format(self.layout, self.sharding))
         return array

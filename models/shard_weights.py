@@ -3,6 +3,9 @@
 It has the interface of `Quantizer`, which quantises each device's part. The parts of a split QuantizedWeight, and of a
 SplitWeight, are joined along axis 0 for any split axis, because each device's program sees its part only. The static
 `shape` of such a QuantizedWeight is the shape of one part. Other dense arrays are joined along the split axis.
+
+Leaves are numpy arrays of a checkpoint, or live arrays on any devices. Live arrays that need no padding and are split
+like the mesh are used by reference (`resharding`).
 """
 
 import dataclasses
@@ -16,17 +19,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from jpaged.errors import ModelLoadError
+from jpaged.models.padding import pad_leaf, padded_shape
 from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
-from jpaged.models.sharding import (
-    Shards,
-    SplitWeight,
-    pad_leaf,
-    padded_shape,
-    sharding_on,
-    split_axis,
-    splits_inputs,
-)
-from jpaged.models.spec import DecoderSpec, Params
+from jpaged.models.resharding import has_devices_of, on_auto_mesh, on_host, resharded
+from jpaged.models.sharding import Shards, SplitWeight, sharding_on, split_axis, splits_inputs
+from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from pallas_kernels import QuantizedWeight
 
 
@@ -38,10 +35,13 @@ class ShardedQuantizer(LeafPlacer):
     mesh: Mesh | AbstractMesh  # AbstractMesh: for shapes only
     shards: Shards
     spec: DecoderSpec
+    layout: WeightLayout = WeightLayout()  # of live arrays
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
         """Put the leaf `name` on the devices, as an array, QuantizedWeight or SplitWeight. leaf: numpy or jax array."""
-        leaf = pad_leaf(name, leaf, self.spec, self.shards)
+        if isinstance(leaf, jax.Array) and not self._is_cut(name) and self.scheme_of_leaf(name, leaf.shape) is None:
+            return jax.block_until_ready(self._live(name, leaf))
+        leaf = pad_leaf(name, on_host(leaf) if isinstance(leaf, jax.Array) else leaf, self.spec, self.shards)
         if self.scheme_of_leaf(name, leaf.shape) is None:
             return jax.block_until_ready(self._dense(name, leaf))
         return self._on_each_device(name, leaf.shape, lambda index: self.quantizer(name, leaf[index]))
@@ -102,6 +102,21 @@ class ShardedQuantizer(LeafPlacer):
     def _local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         axis = split_axis(name, len(shape), self.shards, self.spec)
         return sharding_on(self.mesh, axis).shard_shape(shape)
+
+    def _live(self, name: str, leaf: Float[Array, "*shape"]) -> Array:
+        """Place a live array. If it is padded, each device has the whole leaf for a moment."""
+        turned = name in self.layout.transposed
+        axis = split_axis(name, leaf.ndim, self.shards, self.spec)
+        shape = padded_shape(name, leaf.shape[::-1] if turned else leaf.shape, self.spec, self.shards)
+        if turned:
+            axis, shape = None if axis is None else 1 - axis, shape[::-1]
+        sharding = sharding_on(self.mesh, axis)
+        if shape == leaf.shape:
+            return resharded(leaf, sharding)
+        if not has_devices_of(leaf, sharding):
+            leaf = resharded(leaf, sharding_on(self.mesh, None))
+        padded = _padded(on_auto_mesh(leaf), name, self.spec, self.shards, turned=turned, sharding=sharding)
+        return jax.device_put(padded, sharding)
 
     def _dense(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
         axis = split_axis(name, leaf.ndim, self.shards, self.spec)
@@ -205,6 +220,16 @@ def _cut(weight: QuantizedWeight, axis: int | None, index: tuple[slice, ...]) ->
         return array if width == 1 else array[..., start * width // inputs : stop * width // inputs]
 
     return weight.changed(cut, shape=(*weight.shape[:axis], stop - start, *weight.shape[axis + 1 :]))
+
+
+@functools.partial(jax.jit, static_argnames=("name", "spec", "shards", "turned", "sharding"))
+def _padded(
+    leaf: Float[Array, "..."], name: str, spec: DecoderSpec, shards: Shards, *, turned: bool,
+    sharding: jax.sharding.Sharding,
+) -> Float[Array, "..."]:  # fmt: skip
+    """`pad_leaf` on devices. turned: the leaf is stored [in, out]."""
+    padded = pad_leaf(name, leaf.T, spec, shards).T if turned else pad_leaf(name, leaf, spec, shards)
+    return jax.lax.with_sharding_constraint(padded, sharding)
 
 
 def _put(leaf: Float[Any, "*shape"], sharding: jax.sharding.Sharding) -> Array:

@@ -5,7 +5,7 @@ heads, KV heads, vocabulary, and columns of the feed-forward networks (or some e
 residual stream, so a layer has two sums over devices, after `o` and after `down`.
 
 `AXES` names the logical axes of each leaf, and `SPLIT` the axes that are split. Sizes that the devices do not divide
-are padded with zeros, which add nothing to a sum. KV heads may be repeated instead (`split_spec`, `pad_leaf`).
+are padded with zeros, which add nothing to a sum. KV heads may be repeated instead (`split_spec`, `padding.pad_leaf`).
 
 With `parts` > 1, results have the same bits for every number of devices that divides `parts`. Each matmul with split
 inputs is then computed as `parts` products, which are added in one fixed tree.
@@ -25,11 +25,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
-from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import DecoderSpec, Latent, QKNorm
 
 TENSOR, CONTEXT = "tensor", "context"  # names of the mesh axes
@@ -42,11 +41,15 @@ AXES: dict[str, tuple[str, ...]] = {
     "lm_head": ("vocab", "embed"),
     "qkv": ("kv_heads", "part", "head_dim", "hidden"),
     "qkv_bias": ("kv_heads", "part", "head_dim"),
+    "q": ("heads", "hidden"),  # q, k, v and gate: leaves of live arrays (`WeightLayout`)
+    "k": ("kv_heads", "hidden"),
+    "v": ("kv_heads", "hidden"),
     "o": ("hidden", "heads"),
     "sinks": ("heads",),
     "q_b": ("heads", "head_dim", "latent"),
     "kv_b": ("heads", "head_dim", "latent"),
     "gate_up": ("part", "intermediate", "hidden"),
+    "gate": ("intermediate", "hidden"),
     "up": ("intermediate", "hidden"),
     "up_bias": ("*", "intermediate"),
     "down": ("hidden", "intermediate"),
@@ -139,10 +142,22 @@ def shards_of(config: EngineConfig) -> Shards:
     )
 
 
-def find_devices(shards: Shards, stages: int = 1) -> list[list[jax.Device]]:
-    """The devices of each pipeline stage of an engine. Raises ModelLoadError if there are too few."""
-    devices, size = jax.devices(), shards.num_devices
+def find_devices(
+    shards: Shards, stages: int = 1, chosen: Sequence[jax.Device] | None = None
+) -> list[list[jax.Device]]:
+    """The devices of each pipeline stage of an engine. Raises ModelLoadError if there are too few.
+
+    chosen: the engine's devices, with the right number. None: JAX's first devices, with equal numbers in all processes.
+    """
+    size = shards.num_devices
     count = size * stages
+    if chosen is None:
+        chosen = _first_devices(shards, stages, count)
+    return [list(chosen[first : first + size]) for first in range(0, count, size)]
+
+
+def _first_devices(shards: Shards, stages: int, count: int) -> list[jax.Device]:
+    devices = jax.devices()
     sizes = {
         "pipeline_parallel_size": stages, "tensor_parallel_size": shards.count,
         "prefill_context_parallel_size": shards.context,
@@ -166,8 +181,7 @@ def find_devices(shards: Shards, stages: int = 1) -> list[list[jax.Device]]:
             f"{asked} on {processes} processes needs {each} devices in each, and process {' and '.join(short)} has "
             f"fewer: use sizes whose product is at most {min(map(len, found)) * processes}"
         )
-    chosen = [device for of_one in found for device in of_one]
-    return [chosen[first : first + size] for first in range(0, count, size)]
+    return [device for of_one in found for device in of_one]
 
 
 @jax.tree_util.register_dataclass
@@ -240,7 +254,7 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
         experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=shared)
     changed = {"intermediate_size": up(spec.intermediate_size, columns), "experts": experts}
     if spec.latent is not None:
-        return dataclasses.replace(spec, num_heads=up(spec.num_heads, _latent_heads(spec.latent, shards)), **changed)
+        return dataclasses.replace(spec, num_heads=up(spec.num_heads, latent_heads(spec.latent, shards)), **changed)
     heads = head_padding(spec, shards)
     made = dataclasses.replace(
         spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
@@ -259,7 +273,7 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     return made
 
 
-def _latent_heads(latent: Latent, shards: Shards) -> int:
+def latent_heads(latent: Latent, shards: Shards) -> int:
     """Multiple of the query heads with latent attention, so that a device's part of `q_b` has whole tiles."""
     # 64, not 16: XLA on an Intel Xeon with AVX-512 gave 48 outputs other bits than 384. Real models' heads have 192.
     whole = 64 if shards.parts > 1 else 1
@@ -310,79 +324,6 @@ def splits_inputs(name: str, shards: Shards) -> bool:
     if name == "expert_down":
         return not shards.expert_parallel
     return name in ("o", "down", "shared_down")
-
-
-def pad_leaf(
-    name: str, leaf: Shaped[Any, "..."], spec: DecoderSpec, shards: Shards
-) -> Shaped[Any, "..."]:
-    """The leaf `name` in the shape of `split_spec`, without a copy if nothing changes. spec: before `split_spec`."""
-    wanted = padded_shape(name, leaf.shape, spec, shards)
-    if wanted == leaf.shape:
-        return leaf
-    padded = np.zeros(wanted, leaf.dtype)
-    if name == "k_norm":  # of repeated heads; the norm's mean over all heads stays the same
-        by_head = np.asarray(leaf).reshape(spec.num_kv_heads, 1, spec.head_dim)
-        return np.repeat(by_head, head_padding(spec, shards).repeats, axis=1).reshape(wanted)
-    if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
-        _pad_heads(name, np.asarray(leaf), padded, spec, head_padding(spec, shards))
-    else:
-        padded[tuple(slice(size) for size in leaf.shape)] = leaf
-    return padded
-
-
-def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: Shards) -> tuple[int, ...]:
-    """Shape of the leaf `name` after `pad_leaf`. shape: before. spec: before `split_spec`."""
-    axis = split_axis(name, len(shape), shards, spec)
-    if axis is None:
-        return shape
-    kind = AXES.get(name, ("heads",))[axis - len(shape)]
-    if name == "k_norm":
-        return (head_padding(spec, shards).kv_heads * spec.head_dim,)
-    divisor = shards.units(kind)
-    if spec.latent is not None and kind == "heads":
-        divisor = _latent_heads(spec.latent, shards)
-    width = spec.latent.v_dim if spec.latent is not None and name == "o" else 1  # elements per head
-    size = -(-shape[axis] // (divisor * width)) * divisor * width
-    if spec.latent is None and name in ("qkv", "qkv_bias", "o", "sinks"):
-        heads = head_padding(spec, shards)
-        if name in ("qkv", "qkv_bias"):
-            return (heads.kv_heads, heads.q_per_kv + 2, *shape[2:])
-        size = heads.kv_heads * heads.q_per_kv * (spec.head_dim if name == "o" else 1)
-    return (*shape[:axis], size, *shape[axis + 1 :])
-
-
-def _pad_heads(name: str, leaf: np.ndarray, padded: np.ndarray, spec: DecoderSpec, heads: HeadPadding) -> None:
-    """Copy the heads of a leaf into `padded`, an array of zeros. See `HeadPadding`."""
-    kv, group = spec.num_kv_heads, spec.q_per_kv
-    whole = name in ("qkv", "qkv_bias")
-    if whole:
-        source, target = leaf, padded
-    else:  # the last axis is heads, or heads and head_dim
-        source = leaf.reshape(-1, kv, group, leaf.shape[-1] // spec.num_heads)
-        target = padded.reshape(source.shape[0], heads.kv_heads, heads.q_per_kv, source.shape[-1])
-        source, target = source.swapaxes(0, 1), target.swapaxes(0, 1)  # views; KV heads come first
-        source, target = source.swapaxes(1, 2), target.swapaxes(1, 2)  # then the query heads
-    for head in range(kv):
-        for repeat in range(heads.repeats):
-            first = repeat * heads.q_per_kv
-            count = max(0, min(heads.q_per_kv, group - first))
-            place = target[head * heads.repeats + repeat]
-            place[:count] = source[head, first : first + count]
-            if whole:
-                place[-2:] = source[head, -2:]
-
-
-def pad_kv_scales(scales: KVScales | None, spec: DecoderSpec, shards: Shards) -> KVScales | None:
-    """Scales of a checkpoint's KV heads with the shapes of `split_spec`. spec: before `split_spec`."""
-    if scales is None or shards.divisor == 1 or spec.latent is not None:
-        return scales
-    heads = head_padding(spec, shards)
-
-    def pad(array: np.ndarray) -> np.ndarray:
-        repeated = np.repeat(array, heads.repeats, axis=1)
-        return np.pad(repeated, ((0, 0), (0, heads.kv_heads - repeated.shape[1])), constant_values=1.0)
-
-    return KVScales(pad(scales.keys), pad(scales.values))
 
 
 # -- placing ------------------------------------------------------------------------------------------------------

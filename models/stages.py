@@ -16,9 +16,10 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.models.decoder import LAYER_VECTORS
 from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
+from jpaged.models.resharding import on_auto_mesh
 from jpaged.models.shard_weights import ShardedQuantizer
 from jpaged.models.sharding import find_devices, make_mesh, shards_of
-from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage
+from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
 from pallas_kernels import QuantizedWeight
 
 _OF_FIRST = ("embed", "pos_embed", "project_in", "embed_norm", "embed_norm_bias")  # all others: see `_part_of`
@@ -115,6 +116,7 @@ class StagedPlacer:
         if name in LAYER_VECTORS:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((len(stage.layers), *leaf.shape[1:]), leaf.dtype)
+            leaf = on_auto_mesh(leaf) if isinstance(leaf, jax.Array) else leaf
             return leaf[stage.layers.start : stage.layers.stop]
         tied = name == "embed" and self.spec.tie_embeddings and not self.spec.pools
         wanted = (stage.is_first and name in _OF_FIRST) or (stage.is_last and (tied or name not in _OF_FIRST))
@@ -122,11 +124,12 @@ class StagedPlacer:
 
 
 def placer_for(
-    quantizer: Quantizer, config: EngineConfig, spec: DecoderSpec, meshes: Sequence[Mesh | AbstractMesh] | None = None
-) -> LeafPlacer:
+    quantizer: Quantizer, config: EngineConfig, spec: DecoderSpec, meshes: Sequence[Mesh | AbstractMesh] | None = None,
+    *, chosen: Sequence[jax.Device] | None = None, layout: WeightLayout = WeightLayout(),
+) -> LeafPlacer:  # fmt: skip
     """The placer of a model's leaves on an engine's devices; `quantizer` itself if nothing is split.
 
-    spec: before `split_spec`. meshes: one per stage; None: of JAX's devices.
+    spec: before `split_spec`. meshes: one per stage; None: of the devices of `find_devices`. layout: of live arrays.
     Raises ModelLoadError if there are too few devices or layers.
     """
     shards, count = shards_of(config), config.pipeline_parallel_size
@@ -134,6 +137,6 @@ def placer_for(
         return quantizer
     stages = stages_of(spec, count)
     if meshes is None:
-        meshes = [make_mesh(devices, shards) for devices in find_devices(shards, count)]
-    placers = tuple(ShardedQuantizer(quantizer, mesh, shards, spec) for mesh in meshes)
+        meshes = [make_mesh(devices, shards) for devices in find_devices(shards, count, chosen)]
+    placers = tuple(ShardedQuantizer(quantizer, mesh, shards, spec, layout) for mesh in meshes)
     return placers[0] if count == 1 else StagedPlacer(placers, stages, spec)

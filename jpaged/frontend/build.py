@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig
@@ -31,6 +31,7 @@ from jpaged.params.sampling import SamplingParams
 from jpaged.phases import phase
 
 if TYPE_CHECKING:
+    import jax
     import numpy as np
 
     from jpaged.frontend.weight_updates import WeightUpdater
@@ -64,6 +65,7 @@ def build_engine(
     options: Mapping[str, Any],
     *,
     layout: "WeightLayout | None" = None,
+    mesh: Any = None,
     progress: bool,
     background: bool = False,
 ) -> BuiltEngine:
@@ -71,13 +73,14 @@ def build_engine(
 
     model:    folder, hub id, .gguf file or "demo". With `params` also a Hugging Face config, its dict, or a
               DecoderSpec.
-    params:   live arrays, used without a copy; None: read the checkpoint.
+    params:   live arrays, used without a copy where they are placed like the engine's; None: read the checkpoint.
     layout:   how live arrays are stored; None: derived from their names and shapes.
+    mesh:     jax.sharding.Mesh with the engine's devices; None: those of live arrays, or JAX's first ones.
     progress: show a progress bar while programs compile.
     background: on CPU, compile most programs while the engine runs.
     Raises RequestError for a bad option, ModelLoadError when the model cannot be loaded or run.
     """
-    prepared = prepare(model, params, options, layout=layout, progress=progress, background=background)
+    prepared = prepare(model, params, options, layout=layout, mesh=mesh, progress=progress, background=background)
     loaded, config, runner = prepared.loaded, prepared.config, prepared.runner
     defaults = SamplingParams() if prepared.pooling else _sampling_defaults(loaded, config)
     if prepared.group is not None:
@@ -133,8 +136,8 @@ class Prepared:
 
 
 def prepare(
-    model: Any, params: Any, options: Mapping[str, Any], *, layout: "WeightLayout | None", progress: bool,
-    background: bool, headless: bool = False,
+    model: Any, params: Any, options: Mapping[str, Any], *, layout: "WeightLayout | None", mesh: Any = None,
+    progress: bool, background: bool, headless: bool = False,
 ) -> Prepared:  # fmt: skip
     """Load a model and compile its programs. Arguments and errors as in `build_engine`. headless: node_rank > 0."""
     if isinstance(model, os.PathLike):
@@ -151,14 +154,16 @@ def prepare(
         group = _join(config, params)
         if group is not None:
             stack.callback(group.abandon)
-        prepared = _prepare(model, params, config, processors, group, layout, progress=progress, background=background)
+        prepared = _prepare(
+            model, params, config, processors, group, layout, mesh, progress=progress, background=background
+        )
         stack.pop_all()
     return prepared
 
 
 def _prepare(
     model: Any, params: Any, config: EngineConfig, processors: tuple[LogitsProcessor, ...],
-    group: "ProcessGroup | None", layout: "WeightLayout | None", *, progress: bool, background: bool,
+    group: "ProcessGroup | None", layout: "WeightLayout | None", mesh: Any, *, progress: bool, background: bool,
 ) -> Prepared:  # fmt: skip
     """Continue `prepare` after the options are checked and the processes have joined."""
     with phase("imports"):  # here, so that `import jpaged` imports no jax
@@ -167,6 +172,7 @@ def _prepare(
         from jpaged.frontend.adapters import adapter_options, adapter_registry
         from jpaged.frontend.engine_devices import copied, devices_of_engines
         from jpaged.loading import valid_token_mask
+        from jpaged.loading.live_devices import devices_of_mesh
         from jpaged.runtime import nvidia_devices
         from jpaged.runtime.memory.host_memory import return_free_memory
         from jpaged.runtime.memory.plan import start_backend
@@ -177,10 +183,12 @@ def _prepare(
         logger.warning("running on CPU: %s", problem)
     refuse_tracing(*jax.tree.leaves(params))
     devices = devices_of_engines(config, live=params is not None)
+    chosen = devices_of_mesh(mesh, config)
+    first = devices[0] if devices is not None else chosen
     # placing quantised weights compiles small programs
-    on_first = contextlib.nullcontext() if devices is None else jax.default_device(devices[0][0])
+    on_first = contextlib.nullcontext() if first is None else jax.default_device(first[0])
     with phase("weights and tokenizer"), persistent_cache(config.compilation_cache_dir), on_first:
-        loaded = _load(model, params, layout, config, processors)
+        loaded = _load(model, params, layout, config, processors, chosen)
         drafter = _load_drafter(loaded, config)
     adapters = adapter_options(loaded, config)
     pooling = _pooling(loaded)
@@ -282,6 +290,7 @@ def _load(
     layout: "WeightLayout | None",
     config: EngineConfig,
     processors: tuple[LogitsProcessor, ...],
+    devices: "Sequence[jax.Device] | None",
 ) -> "LoadedModel":
     from jpaged.loading import load_model
     from jpaged.runtime.runner import ModelRunner
@@ -289,7 +298,7 @@ def _load(
 
     def check(spec: "DecoderSpec", params: Any) -> None:
         """Raise for a model that the runner cannot run. Called before any weight is on the device."""
-        ModelRunner.check(spec, params, config)
+        ModelRunner.check(spec, params, config, devices)
         check_processors(processors, spec.vocab_size)
 
     return load_model(
@@ -298,6 +307,7 @@ def _load(
         model_config=None if isinstance(model, str) else model,
         layout=layout,
         check=check,
+        devices=devices,
     )
 
 

@@ -6,7 +6,7 @@
 3. Load the weights. There are three sources:
    - A checkpoint: source.py opens it, weights.py checks the headers, then puts one leaf after another on the device.
    - A folder that `jpaged convert` wrote: converted_folder.py does the same.
-   - Live arrays: live.py checks them, and they are used without a copy.
+   - Live arrays: live.py checks them. live_devices.py uses or moves them.
 4. Read generation_config.json and the tokenizer.
 """
 
@@ -16,7 +16,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import CONFIG, POOLING, find_config, find_model, find_tokenizer, is_gguf
 from jpaged.loading.kv_scales import read_kv_scales
 from jpaged.loading.live import check_live, config_values
+from jpaged.loading.live_devices import devices_of_arrays, live_placer, place_tree
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
 from jpaged.loading.trees import is_engine_tree, read_tree
@@ -46,8 +47,9 @@ from jpaged.loading.weights import (
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.quantization import SCHEMES, Quantizer
-from jpaged.models.sharding import pad_kv_scales, shards_of, split_spec
+from jpaged.models.padding import pad_kv_scales
+from jpaged.models.quantization import SCHEMES, LeafPlacer, Quantizer
+from jpaged.models.sharding import shards_of, split_spec
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.models.stages import placer_for
 
@@ -70,6 +72,7 @@ class LoadedModel:
     kv_scales: KVScales | None = None  # static scales of keys and values in the checkpoint
     stored_dtype: np.dtype | None = None  # of the checkpoint; None: that of params
     stored_spec: DecoderSpec | None = None  # before `split_spec`; None: as `spec`
+    placer: LeafPlacer | None = None  # has placed `params`, and places new weights
     stored_kv_scales: KVScales | None = None  # before `pad_kv_scales`
 
     @property
@@ -85,24 +88,30 @@ def load_model(
     model_config: Any = None,
     layout: WeightLayout | None = None,
     check: Callable[[DecoderSpec, dict[str, Any]], None] | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> LoadedModel:
     """Load the model that `config.model` names, or use live arrays.
 
-    params:       live arrays, used without a copy: the tree of `param_shapes`. q, k, v and gate, up may be separate
-                  leaves, and matrices may be [in, out]. None: load the checkpoint.
+    params:       live arrays: the tree of `param_shapes`. q, k, v and gate, up may be separate leaves, and matrices may
+                  be [in, out]. Arrays that are placed like the engine's are used without a copy. None: load the
+                  checkpoint.
     model_config: DecoderSpec, Hugging Face config or its dictionary, for live arrays. None: config.json of
                   `config.model`.
     layout:       layout of the live arrays. None: detected from their names and shapes.
+    devices:      of the engine. None: those of live arrays (`live_devices`), and JAX's first ones for a checkpoint.
     check:        called with the spec and the tree of weights, as ShapeDtypeStructs, before any weight is on the
                   device. It raises an error if the model must not be loaded.
     Raises ModelLoadError with the file, the tensor and the remedy, before device memory is allocated.
     """
     if params is None:
-        return _from_checkpoint(config, check)
-    return _from_live(config, params, model_config, layout)
+        return _from_checkpoint(config, check, devices)
+    return _from_live(config, params, model_config, layout, devices)
 
 
-def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[str, Any]], None] | None) -> LoadedModel:
+def _from_checkpoint(
+    config: EngineConfig, check: Callable[[DecoderSpec, dict[str, Any]], None] | None,
+    devices: Sequence[jax.Device] | None,
+) -> LoadedModel:  # fmt: skip
     path = find_weights(config)
     with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
@@ -113,7 +122,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         shards = shards_of(config)
         check_deterministic(config, weights.format, dtype, jax.default_backend())
         spec = split_spec(weights.spec, shards)
-        quantizer = placer_for(quantizer_of(config, jax.default_backend()), config, weights.spec)
+        quantizer = placer_for(quantizer_of(config, jax.default_backend()), config, weights.spec, chosen=devices)
         if check is not None:
             check(spec, weights.shapes(dtype, quantizer))
         started = time.perf_counter()  # after the check, which may compile kernels
@@ -137,6 +146,7 @@ def _from_checkpoint(config: EngineConfig, check: Callable[[DecoderSpec, dict[st
         kv_scales=pad_kv_scales(weights.kv_scales, weights.spec, shards),
         stored_dtype=weights.dtype,
         stored_spec=weights.spec,
+        placer=quantizer,
         stored_kv_scales=weights.kv_scales,
     )
 
@@ -264,20 +274,14 @@ def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:
 
 
 def _from_live(
-    config: EngineConfig, params: Any, model_config: Any, layout: WeightLayout | None
-) -> LoadedModel:
+    config: EngineConfig, params: Any, model_config: Any, layout: WeightLayout | None,
+    devices: Sequence[jax.Device] | None,
+) -> LoadedModel:  # fmt: skip
     if config.quantization is not None:
         raise ModelLoadError(
             f"quantization={config.quantization!r}: live arrays are used without a copy, so they are not quantised: "
             "leave it out, or load a checkpoint"
         )
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
-    for name, neutral in (*((size, 1) for size in sizes), ("deterministic", False)):
-        if (value := getattr(config, name)) != neutral:
-            raise ModelLoadError(
-                f"{name}={value!r}: live arrays are used without a copy, on the one device that has them: leave it "
-                "out, or load a checkpoint"
-            )
     folder = find_weights(config) if model_config is None else None
     if folder is not None:
         model_config = _overridden(_config_of(folder), config)
@@ -305,15 +309,21 @@ def _from_live(
             f"dtype={config.dtype!r}, but the arrays are {live.dtype.name}: live arrays are not converted, "
             "convert them first or leave dtype at auto"
         )
+    check_deterministic(config, None, live.dtype, jax.default_backend())
+    if config.deterministic and live.layout != WeightLayout():
+        raise ModelLoadError("deterministic=True needs live arrays with qkv and gate_up fused, stored [out, in]")
+    placer = live_placer(config, spec, devices or devices_of_arrays(live.params, config), live.layout)
     return LoadedModel(
-        spec=spec,
-        params=live.params,
+        spec=split_spec(spec, shards_of(config)),
+        params=place_tree(placer, live.params),
         layout=live.layout,
         dtype=live.dtype,
         config=values,
         generation_config=_generation_config(folder, values, spec.vocab_size),
         tokenizer=_tokenizer(config, folder, spec.vocab_size),
         source="live arrays",
+        stored_spec=spec,
+        placer=placer,
     )
 
 

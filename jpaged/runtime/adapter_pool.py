@@ -21,7 +21,8 @@ from jaxtyping import Array, Int
 from jpaged.config import DTYPE_ALIASES, EngineConfig
 from jpaged.errors import RequestError
 from jpaged.models.adapters import EMBED, Adapter, AdapterPool, AdapterTarget, adapter_targets, pool_shapes
-from jpaged.models.sharding import WHOLE, Shards, pad_leaf, shards_of, split_axis
+from jpaged.models.padding import pad_leaf
+from jpaged.models.sharding import WHOLE, Shards, shards_of, split_axis
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program

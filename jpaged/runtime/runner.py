@@ -136,13 +136,16 @@ class ModelRunner(EnginePrograms):
         self.compile_rest()
 
     @staticmethod
-    def check(spec: DecoderSpec, params: Params | tuple[Params, ...], config: EngineConfig) -> None:
+    def check(
+        spec: DecoderSpec, params: Params | tuple[Params, ...], config: EngineConfig,
+        chosen: Sequence[jax.Device] | None = None,
+    ) -> None:  # fmt: skip
         """Raise ModelLoadError as `create`, for bad options or too little free memory, before weights are loaded.
 
-        Allocates nothing. params: the tree of weights, as ShapeDtypeStructs.
+        Allocates nothing. params: the tree of weights, as ShapeDtypeStructs. chosen: see `find_devices`.
         """
         shards, stages = shards_of(config), stages_of(spec, config.pipeline_parallel_size)
-        devices = find_devices(shards, len(stages))
+        devices = find_devices(shards, len(stages), chosen)
         # lora_dtype="auto" is the checkpoint's dtype, which is not known here: a narrow one refuses nothing that fits
         adapters = AdapterOptions.of(spec, config, np.dtype(jnp.bfloat16))
         for stage, tree, here in zip(stages, _by_stage(params), devices, strict=True):

@@ -16,6 +16,7 @@ from jpaged.loading.live import check_live, layout_shapes
 from jpaged.models.decoder import decode, dense_causal_attend, lm_head
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from tests.golden.checkpoints import BY_NAME, Variant, write_checkpoint
+from tests.support.live_trees import split
 
 CONFIG = EngineConfig(model="live")
 
@@ -28,24 +29,6 @@ def loaded(variant: Variant, folder: Path) -> LoadedModel:
 @pytest.fixture
 def model(tmp_path: Path) -> LoadedModel:
     return loaded(BY_NAME["llama"], tmp_path)
-
-
-def split(spec: DecoderSpec, params: dict[str, Any], turn: bool = False) -> dict[str, Any]:
-    """Return the parameters with separate q, k, v and gate, up. turn: store the matrices of layers as [in, out]."""
-    layers = []
-    for layer in params["layers"]:
-        qkv = layer["qkv"]
-        out = {
-            "q": qkv[:, :-2].reshape(-1, spec.hidden_size),
-            "k": qkv[:, -2].reshape(-1, spec.hidden_size),
-            "v": qkv[:, -1].reshape(-1, spec.hidden_size),
-            "gate": layer["gate_up"][0],
-            "up": layer["gate_up"][1],
-            "o": layer["o"],
-            "down": layer["down"],
-        }
-        layers.append({name: jnp.array(a.T) if turn else a for name, a in out.items()})
-    return params | {"layers": tuple(layers)}
 
 
 def logits(model: LoadedModel) -> np.ndarray:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.errors import ModelLoadError
+from jpaged.models.padding import pad_leaf
 from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.shard_weights import ShardedQuantizer
 from jpaged.models.sharding import (
@@ -19,7 +20,6 @@ from jpaged.models.sharding import (
     local_shape,
     local_spec,
     make_mesh,
-    pad_leaf,
     split_axis,
     split_spec,
 )

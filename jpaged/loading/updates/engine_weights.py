@@ -17,7 +17,6 @@ from jpaged.models.kv_scales import KVScales
 from jpaged.models.new_leaves import LeafSlot, NewLeaf
 from jpaged.models.quantization import LeafPlacer
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
-from jpaged.models.stages import placer_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class EngineWeights:
         if loaded.config:
             family = family_of(loaded.config)
             constants = dict(family.constants(CheckpointConfig(loaded.config)))
-        placer = placer_for(quantizer_of(config, device.platform), config, spec)
+        placer = quantizer_of(config, device.platform) if loaded.placer is None else loaded.placer
         return cls(
             config, family, constants, spec, loaded.layout, loaded.dtype, placer, device, slots, loaded.stored_kv_scales
         )
@@ -60,9 +59,14 @@ class EngineWeights:
         return None
 
     def fits(self, layer: int | None, name: str, array: Any) -> bool:
-        """True if the programs accept an array as a leaf, without a copy."""
-        slot = self.slot(layer, name)
-        return isinstance(slot, LeafSlot) and isinstance(array, jax.Array) and slot.fits(array)
+        """True if the programs accept an array as a leaf, without a copy, on all stages that have the leaf."""
+        if layer is None:
+            slots = [tree[name] for tree in self.slots if name in tree]
+        else:
+            slots = [self.slot(layer, name)]
+        if not slots or not isinstance(array, jax.Array):
+            return False
+        return all(isinstance(slot, LeafSlot) and slot.fits(array) for slot in slots)
 
     def on_device(self, leaf: NewLeaf) -> NewLeaf:
         """The same leaf, made with the engine's device as JAX's default."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Shaped
 
 from jpaged.errors import ModelLoadError
@@ -19,6 +18,8 @@ from jpaged.loading.live import LiveParams, check_live, layout_shapes
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.models.new_leaves import LeafSlot, NewLeaf
 from jpaged.models.quantization import LeafPlacer
+from jpaged.models.resharding import on_auto_mesh
+from jpaged.models.sharding import SplitWeight
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.models.stages import PerStage, StagedPlacer
 
@@ -65,7 +66,9 @@ def _made(
 ) -> Any:  # fmt: skip
     """A leaf on the engine's devices, as its programs take it."""
     _check_live(layer, sources)
-    leaf = next(iter(sources.values())) if change is None else _changed(dict(sources), change=change)
+    leaf = next(iter(sources.values()))
+    if change is not None:
+        leaf = _changed({name: on_auto_mesh(source) for name, source in sources.items()}, change=change)
     placer = engine.placer
     if layer is not None or not isinstance(placer, StagedPlacer):
         return placed(name, leaf, engine.slot(layer, name), placer.of_layer(layer))
@@ -80,10 +83,12 @@ def placed(name: str, leaf: jax.Array, slot: Any, placer: LeafPlacer) -> Any:
 
     slot: the `LeafSlot` of an array, or a weight whose arrays are `LeafSlot`s. placer: splits and quantises the leaf.
     """
+    if isinstance(slot, (LeafSlot, SplitWeight)):
+        dtype = slot.parts[0].dtype if isinstance(slot, SplitWeight) else slot.dtype
+        leaf = leaf if leaf.dtype == dtype else leaf.astype(dtype)
     if not isinstance(slot, LeafSlot) or slot.shape != leaf.shape:
-        return placer(name, np.asarray(leaf))
-    cast = leaf if leaf.dtype == slot.dtype else leaf.astype(slot.dtype)
-    return jax.block_until_ready(slot.moved(cast))
+        return placer(name, leaf)
+    return jax.block_until_ready(slot.moved(leaf))
 
 
 def _check_live(layer: int | None, sources: Mapping[str, jax.Array]) -> None:
