@@ -423,7 +423,8 @@ class ModelRunner(EnginePrograms):
             if not isinstance(error, Exception):
                 raise
             which = "" if shape is None else f" of {shape}"
-            reason = advice(error, self._config, self._total_bytes) or error
+            # another thread may delete the weights between the engine's check and the call
+            reason = self.weights_problem() or advice(error, self._config, self._total_bytes) or error
             raise EngineError(f"the device failed a step{which}: {reason}") from error
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import random
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import hypothesis.strategies as st
@@ -17,7 +18,15 @@ from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.errors import RequestError
 from jpaged.kv_groups import max_blocks
 from jpaged.params.sampling import SamplingParams
-from tests.engine.fake_runner import DeviceFailure, FakeRunner, adapted_seed, candidates, next_token, sample_seed
+from tests.engine.fake_runner import (
+    DeviceFailure,
+    FakeRunner,
+    adapted_seed,
+    candidates,
+    next_token,
+    sample_seed,
+    weighted_seed,
+)
 
 VOCAB_SIZE = 31
 EOS = 7
@@ -50,15 +59,20 @@ class Rules(Protocol):
 
 def expected(
     token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], index: int = 0,
-    rules: Rules | None = None, adapter: int = 0,
+    rules: Rules | None = None, adapter: int = 0, weights: Callable[[int], int] = lambda index: 0,
 ) -> tuple[list[int], str]:
-    """Tokens and finish reason of one sample of a request that runs alone."""
+    """Tokens and finish reason of one sample of a request that runs alone.
+
+    weights: index of an output token -> number of the weights that compute it.
+    """
     tokens = list(token_ids)
     longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
     seed = sample_seed(params.seed, index) if params.temperature > 0 else 0
     while True:
-        token = next_token(tokens, VOCAB_SIZE, adapted_seed(seed, adapter), windows)
+        number = weights(len(tokens) - len(token_ids))
+        own_seed = weighted_seed(adapted_seed(seed, adapter), number, number)
+        token = next_token(tokens, VOCAB_SIZE, own_seed, windows)
         tokens.append(token if rules is None else rules.next(tokens, len(tokens) - len(token_ids), token))
         if tokens[-1] in stops:
             return tokens[len(token_ids) :], "stop"
@@ -68,7 +82,7 @@ def expected(
 
 def expected_beams(
     token_ids: list[int], params: SamplingParams, max_model_len: int, windows: tuple[int | None, ...], count: int,
-    adapter: int = 0,
+    adapter: int = 0, weights: int = 0,
 ) -> list[tuple[list[int], str]]:
     """The answers of a beam search. Each beam is computed from its whole sequence."""
     longest = min(max_model_len, len(token_ids) + (params.max_tokens or max_model_len))
@@ -79,7 +93,8 @@ def expected_beams(
     )  # fmt: skip
     beams = [list(token_ids)]
     while True:
-        best = [next_token(beam, VOCAB_SIZE, adapted_seed(0, adapter), windows) for beam in beams]
+        seed = weighted_seed(adapted_seed(0, adapter), weights, weights)
+        best = [next_token(beam, VOCAB_SIZE, seed, windows) for beam in beams]
         gave = [candidates(token, VOCAB_SIZE, count) for token in best]
         steps = search.advance(*(np.stack(part) for part in zip(*gave, strict=True)))
         if search.is_over:
@@ -233,13 +248,30 @@ class EngineMachine(RuleBasedStateMachine):
         several = params.n > 1 or params.use_beam_search  # then some may have ended before
         assert not output.outputs or several or output.outputs[0].finish_reason == "abort"
 
-    @rule(again=st.booleans())
-    def new_weights(self, again: bool) -> None:
-        self.engine.note_new_weights()
-        self.runner.weights += 1
-        self.reached["new weights while requests live"] += bool(self.asked.keys() - self.ended)
+    @rule(again=st.booleans(), recompute=st.booleans())
+    def new_weights(self, again: bool, recompute: bool) -> None:
+        """Running requests keep their KV, or lose it."""
+        self.flush()
+        live = bool(self.asked.keys() - self.ended)
+        self.replace_weights(recompute)
+        self.runner.oldest_kv = self.runner.weights if recompute else self.runner.oldest_kv
+        self.reached["new weights while requests live"] += live
         if again:
             self.crowd(*self.last_crowd)  # the same prompts again: their KV of the old weights must not be found
+
+    def replace_weights(self, recompute: bool) -> None:
+        """Use the next weights."""
+        number = self.runner.weights + 1
+        self.engine.update_weights([number, number], recompute=recompute)
+
+    def flush(self) -> None:
+        """Collect the steps in flight."""
+        self.waits.clear()  # a pipeline is empty after it, and its turns begin again
+        try:
+            for output in self.engine.flush():
+                self.judge(output)
+        except StepError as error:
+            self.end_failed(error)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -305,6 +337,8 @@ class EngineMachine(RuleBasedStateMachine):
                 self.waits[request] = self.waits[request] + 1 if waits else 0
                 # with stages: until its micro-batch has a turn, and one turn more if it is passed on
                 longest = self.runner.num_stages if self.runner.num_stages > 1 else 0
+                if longest and self.runner.max_drafts:
+                    longest += 1  # its turn came while drafts that were rejected seemed to reach its end
                 assert self.waits[request] <= longest, "a decode waits"
         self.sound()
         if oldest is not None and oldest.schedule.status is RequestStatus.PREEMPTED:
@@ -325,12 +359,20 @@ class EngineMachine(RuleBasedStateMachine):
         if output.finished:
             self.ended.add(output.request_id)
 
+    def weights_of(self, request_id: str, index: int) -> Sequence[tuple[int, int]]:
+        """The weights that compute an answer: (index of the first token, their number)."""
+        return ((0, 0),)
+
     def judge_beams(self, output, prompt, params) -> None:
         assert output.finished, "beams are not streamed"
         if output.outputs and output.outputs[0].finish_reason == "abort":
             return
         adapter = self.adapters.get(output.request_id, 0)
-        wanted = expected_beams(prompt, params, self.runner.max_model_len, self.runner.windows, 6, adapter)
+        numbers = self.weights_of(output.request_id, 0)
+        if len({number for _, number in numbers}) > 1:
+            return  # some beams may have had their candidates from the weights before
+        limits = self.runner.max_model_len, self.runner.windows
+        wanted = expected_beams(prompt, params, *limits, 6, adapter, numbers[0][1])
         assert [(answer.token_ids, answer.finish_reason) for answer in output.outputs] == wanted
         for answer in output.outputs:
             assert (answer.logprobs is None) == (params.logprobs is None)
@@ -340,7 +382,11 @@ class EngineMachine(RuleBasedStateMachine):
     def judge_samples(self, output, prompt, params) -> None:
         limits = self.runner.max_model_len, self.runner.windows
         rules, adapter = self.rules.get(output.request_id), self.adapters.get(output.request_id, 0)
-        samples = [expected(prompt, params, *limits, index, rules, adapter) for index in range(params.num_sequences)]
+        samples = []
+        for index in range(params.num_sequences):
+            changes = self.weights_of(output.request_id, index)
+            numbers = lambda token, changes=changes: [number for first, number in changes if first <= token][-1]  # noqa: E731
+            samples.append(expected(prompt, params, *limits, index, rules, adapter, numbers))
         aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
         if params.chooses:
             assert output.finished

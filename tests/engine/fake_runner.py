@@ -90,7 +90,10 @@ class FakeRunner:
     device_drafter: None = None
     fail_at: frozenset[tuple[str, int]] = frozenset()
     weights: int = 0                                 # number of the weights that it has
+    head: int = 0                                    # the same of the programs that sample
     problem: str | None = None                       # with the weights
+    weighs: bool = False                             # other weights sample other tokens
+    oldest_kv: int = 0                               # number of the oldest weights that tokens may depend on
     salt_of: Callable[[int], str] = lambda row: ""   # row -> salt of its request
     owner_of: Callable[[int], object] = lambda row: None  # row -> its request and how often that started; None: unknown
 
@@ -290,11 +293,10 @@ class FakeRunner:
 
     def update_params(self, leaves: Iterable[int]) -> ReplacedLeaves:
         """Use other weights. leaves: two equal numbers, larger than all numbers before."""
-        assert self._collected == len(self.plans), "a step is in flight"
         self.problem = "half of the weights"
         first, second = leaves
         assert first == second > self.weights
-        self.weights, self.problem = first, None
+        self.weights, self.head, self.problem = first, second, None
         return ReplacedLeaves(2, 0, 8)
 
     def weights_problem(self) -> str | None:
@@ -421,6 +423,7 @@ class FakeRunner:
         assert (self.written_for[blocks, offsets, 0] == kv_group).all(), "attends to another kv_group's block"
         assert (self.written_for[blocks, offsets, 1] == positions).all(), "attends to other positions"
         assert (self.written_salt[blocks, offsets] == self._salt(row)).all(), "attends to KV of another salt or adapter"
+        assert (self.written_with[blocks, offsets] >= self.oldest_kv).all(), "attends to KV of older weights"
         long = self._uses_long_rope(row, length)
         assert (self.written_long[blocks, offsets] == long).all(), "attends to KV of another rope"
         return positions, tokens
@@ -460,7 +463,10 @@ class FakeRunner:
         init = self.inits[sampler]
         seed = sample_seed(init.seed, init.sample_index) if init.temperature > 0 else 0
         assert self.adapter_of(row) == self.adapter_of(sampler), "a fork with another adapter"
-        return _hash(np.concatenate(seen).tolist(), self.vocab_size, adapted_seed(seed, self.adapter_of(row)))
+        seed = adapted_seed(seed, self.adapter_of(row))
+        if self.weighs:
+            seed = weighted_seed(seed, self.weights, self.head)
+        return _hash(np.concatenate(seen).tolist(), self.vocab_size, seed)
 
     def _result(self, plan: StepPlan, tokens: np.ndarray) -> StepResult:
         places, successors, *_ = plan.scored
@@ -505,6 +511,11 @@ def candidates(token: int, vocab_size: int, count: int) -> tuple[np.ndarray, np.
 def sample_seed(seed: int, index: int) -> int:
     """Seed of one of n samples."""
     return seed + 1_000_003 * index
+
+
+def weighted_seed(seed: int, weights: int, head: int) -> int:
+    """A seed for the tokens of weights. head: number of the weights that sample."""
+    return zlib.crc32(f"{seed} {weights} {head}".encode()) if weights or head else seed
 
 
 def adapted_seed(seed: int, adapter: int) -> int:

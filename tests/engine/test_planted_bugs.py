@@ -19,19 +19,23 @@ from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.kv_cache.prefix_finder import PrefixFinder
 from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
+from jpaged.engine.request import OutputState
 from jpaged.engine.scheduling.draft_scheduler import DraftScheduler
 from jpaged.engine.scheduling.plan_builder import PlanBuilder
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.prompt_scheduler import PromptScheduler
 from jpaged.engine.scheduling.running_requests import RunningRequests
 from jpaged.engine.scheduling.scheduler import Scheduler
+from jpaged.engine.step_pipeline import StepPipeline
 from jpaged.engine.step_plan import BlockMove
+from jpaged.engine.strategies.base import Strategy
 from jpaged.errors import EngineError
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import COUNTERS, EngineMachine
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.pool_machine import PoolMachine
 from tests.engine.speculating_machine import Grammar, SpeculatingMachine
+from tests.engine.weights_machine import MOMENTS, WeightsMachine
 
 SEARCH = settings(
     max_examples=200, stateful_step_count=20, derandomize=True, database=None, deadline=None,
@@ -53,6 +57,15 @@ DRAFT_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 def draft_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """Register a function that plants a bug of verify steps."""
     DRAFT_BUGS[plant.__name__] = plant
+    return plant
+
+
+WEIGHT_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def weight_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Register a function that plants a bug of weight updates."""
+    WEIGHT_BUGS[plant.__name__] = plant
     return plant
 
 
@@ -189,7 +202,7 @@ def a_row_given_to_two(patch):
 @bug
 def new_weights_that_leave_the_roots_as_they_are(patch):
     """The cache is not emptied, and the weight version does not change."""
-    patch.setattr(engine.Engine, "note_new_weights", lambda engine: None)
+    patch.setattr(engine.Engine, "note_new_weights", lambda engine, version=None: None)
 
 
 @bug
@@ -478,6 +491,86 @@ def an_aborted_request_that_keeps_waiting(patch):
     patch.setattr(AdapterGate, "withdraw", lambda gate, request: None)
 
 
+@weight_bug
+def a_weight_version_missing_from_the_key(patch):
+    """And the prefix index is not emptied: either of the two is enough."""
+    patch.setattr(block_namer, "prefix_root", lambda *, weight_version, **others: prefix_root(**others))
+    _keep_the_prefix_index(patch)
+
+
+@weight_bug
+def old_weights_kept_by_one_program(patch):
+    """The programs that sample."""
+    update = FakeRunner.update_params
+
+    def without_head(runner, leaves):
+        head = runner.head
+        replaced = update(runner, leaves)
+        runner.head = head
+        return replaced
+
+    patch.setattr(FakeRunner, "update_params", without_head)
+
+
+@weight_bug
+def half_an_update_served(patch):
+    """Requests go on after an update that has failed."""
+    patch.setattr(engine.Engine, "_check_weights", lambda engine: None)
+
+
+@weight_bug
+def a_request_added_to_half_an_update(patch):
+    """New requests wait for weights that may never come."""
+    patch.setattr(FakeRunner, "weights_problem", lambda runner: runner.problem if runner.plans else None)
+    patch.setattr(engine.Engine, "_check_weights", lambda engine: None)
+
+
+@weight_bug
+def a_change_noted_one_token_late(patch):
+    """The first token of the new weights is said to be of the old ones."""
+    note = OutputState.note_weights
+
+    def note_late(output, count, version):
+        note(output, count + (count > 0), version)
+
+    patch.setattr(OutputState, "note_weights", note_late)
+
+
+@weight_bug
+def tokens_in_flight_counted_as_new(patch):
+    """The pipeline is not flushed before the update."""
+    patch.setattr(engine.Engine, "flush", lambda engine: [])
+    patch.setattr(StepPipeline, "has_steps", property(lambda pipeline: False))
+
+
+@weight_bug
+def answers_of_a_group_left_out(patch):
+    """Only the first answer has the change."""
+
+    def note_first(strategy, request_group, version):
+        request = request_group.first
+        request.output.note_weights(request.num_output_tokens, version)
+
+    patch.setattr(Strategy, "note_weights", note_first)
+
+
+@weight_bug
+def recomputing_requests_that_keep_their_kv(patch):
+    """They are not preempted."""
+    patch.setattr(Scheduler, "preempt_all", lambda scheduler: None)
+
+
+def _keep_the_prefix_index(patch):
+    note = block_namer.BlockNamer.note_new_weights
+
+    def note_and_keep(namer, requests, number):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(BlockPool, "forget_all", lambda pool: None)
+            note(namer, requests, number)
+
+    patch.setattr(block_namer.BlockNamer, "note_new_weights", note_and_keep)
+
+
 # The gate looks for all of them. Those here are found in less than a second each.
 QUICK = [name for name in list(BUGS)[::6] if name != "a_slot_freed_before_it_is_read"]
 
@@ -509,6 +602,18 @@ def test_a_planted_bug_of_adapters_is_found(name, monkeypatch):
     _find(name, ADAPTER_BUGS[name], AdapterMachine, monkeypatch)
 
 
+QUICK_WEIGHT_BUGS = (
+    "old_weights_kept_by_one_program", "half_an_update_served", "a_weight_version_missing_from_the_key",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_WEIGHT_BUGS)) for name in WEIGHT_BUGS]
+)
+def test_a_planted_bug_of_weight_updates_is_found(name, monkeypatch):
+    _find(name, WEIGHT_BUGS[name], WeightsMachine, monkeypatch)
+
+
 def _find(name, plant, machine, patch):
     plant(patch)
     with pytest.raises((AssertionError, EngineError, KeyError, IndexError, Flaky)) as found:
@@ -520,15 +625,16 @@ def _find(name, plant, machine, patch):
 
 
 @pytest.mark.slow
-def test_without_a_bug_nothing_is_found_and_all_is_reached():
+@pytest.mark.parametrize("machine", [EngineMachine, WeightsMachine])
+def test_without_a_bug_nothing_is_found_and_all_is_reached(machine):
     reached: set[str] = set()
 
-    class Counting(EngineMachine):
+    class Counting(machine):
         def teardown(self):
             super().teardown()
             reached.update(name for name, count in self.reached.items() if count)
 
-    wanted = {*COUNTERS, "new weights while requests live"}
+    wanted = {*COUNTERS, "new weights while requests live"} | ({*MOMENTS} if machine is WeightsMachine else set())
     for number in range(1, 6):  # a single search may miss a feature, by chance
         run_state_machine_as_test(seed(number)(Counting), settings=settings(SEARCH, max_examples=30))
         if wanted <= reached:

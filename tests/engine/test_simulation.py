@@ -7,6 +7,7 @@ from hypothesis import settings
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
 from tests.engine.speculating_machine import SpeculatingMachine
+from tests.engine.weights_machine import WeightsMachine
 
 
 class TestEngine(EngineMachine.TestCase):
@@ -40,6 +41,17 @@ class TestAdapters(AdapterMachine.TestCase):
 @pytest.mark.slow
 class TestAdaptersLonger(AdapterMachine.TestCase):
     settings = settings(max_examples=60, stateful_step_count=40)
+
+
+class TestWeights(WeightsMachine.TestCase):
+    """With updates of the weights. The gate runs TestWeightsLonger too."""
+
+    settings = settings(max_examples=6, stateful_step_count=25)
+
+
+@pytest.mark.slow
+class TestWeightsLonger(WeightsMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=40)
 
 
 # hypothesis shrinks a failing example for up to 300 s: the usual timeout would end the process before it is printed
