@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jpaged.params.prompts import TextPrompt, TokensPrompt
     from jpaged.params.sampling import RequestOutputKind, SamplingParams
     from jpaged.params.structured_outputs import StructuredOutputsParams
+    from jpaged.rl import PaddedRollouts, Rollout, Rollouts
     from jpaged.snapshot import BlockOwner, BlockSnapshot, EngineSnapshot, PoolSnapshot, RequestSnapshot, StepSnapshot
 
     AsyncLLMEngine = AsyncLLM  # vLLM's name
@@ -57,6 +58,7 @@ _MODULES = {
     "jpaged.params.prompts": ("TextPrompt", "TokensPrompt"),
     "jpaged.params.sampling": ("RequestOutputKind", "SamplingParams"),
     "jpaged.params.structured_outputs": ("StructuredOutputsParams",),
+    "jpaged.rl": ("PaddedRollouts", "Rollout", "Rollouts"),
     "jpaged.snapshot": (
         "BlockOwner", "BlockSnapshot", "EngineSnapshot", "PoolSnapshot", "RequestSnapshot", "StepSnapshot",
     ),
@@ -90,6 +92,9 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "EngineConfig",
+    "Rollout",
+    "Rollouts",
+    "PaddedRollouts",
     "TrainerTree",
     "from_trainer",
     "SpeculationConfig",

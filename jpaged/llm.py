@@ -70,6 +70,7 @@ class LLM(EngineAccess):
             DecoderSpec.
     params: live arrays (the tree of `jpaged.models.spec.param_shapes`), used without a copy where they are placed like
             the engine's (docs/live_arrays.md).
+            A trainer's tree is accepted too, with the names of flax nnx or linen, tunix, MaxText or EasyDeL.
     layout: a `jpaged.models.spec.WeightLayout`, for live arrays with shapes that do not determine their layout.
     mesh:   a `jax.sharding.Mesh` with the engine's devices. None: those of the live arrays, or JAX's first ones.
     engine_options: fields of `jpaged.EngineConfig`, e.g. dtype, max_model_len, max_num_seqs.

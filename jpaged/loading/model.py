@@ -35,7 +35,7 @@ from jpaged.loading.live import check_live, config_values
 from jpaged.loading.live_devices import devices_of_arrays, live_placer, place_tree
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
-from jpaged.loading.trees import is_engine_tree, read_tree
+from jpaged.loading.trees import is_engine_tree, read_tree, refuse_layout
 from jpaged.loading.weights import (
     StoredWeights,
     check_depth,
@@ -296,6 +296,7 @@ def _from_live(
         spec = family_of(values).spec(reader)
     spec = for_runner(spec, config.runner)
     if not is_engine_tree(params):
+        refuse_layout(layout)
         tree = read_tree(spec, params)
         spec, params, layout = tree.spec, tree.params, tree.layout
         logger.info(

@@ -68,8 +68,7 @@ DEFAULT = {
     ("maxtext", "llama3.1"), ("maxtext-scanned", "gemma2"), ("gemma-linen", "gemma"), ("maxtext", "gemma3"),
 }  # fmt: skip
 IN_ENGINES = (
-    ("easydel", "llama"), ("linen", "qwen1.5"), ("linen-scanned", "qwen2"), ("tunix", "qwen3"), ("tunix", "gemma2"),
-    ("maxtext", "llama3.1"), ("maxtext", "gemma"), ("maxtext-scanned", "gemma3"), ("gemma-linen", "gemma-mha"),
+    ("easydel", "llama"), ("linen", "qwen1.5"), ("tunix", "qwen3"), ("maxtext", "gemma"), ("gemma-linen", "gemma-mha"),
 )  # fmt: skip
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 64}
 

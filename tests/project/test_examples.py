@@ -49,3 +49,15 @@ def test_many_adapters(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     counts = re.findall(r"^ *(base model alone|6 adapters) +[\d.]+ +[\d,]+ +(\d+)$", printed, re.MULTILINE)
     assert [title for title, _ in counts] == ["base model alone", "6 adapters"]
     assert int(counts[0][1]) == 1 < int(counts[1][1])
+
+
+@pytest.mark.slow
+def test_grpo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--steps", "3", "--prompts", "2", "--group", "4"])
+    example("grpo").main()
+    printed = capsys.readouterr().out
+    found = re.search(r"^(\d+) of (\d+) arrays of the engine are the trainer's own$", printed, re.MULTILINE)
+    by_reference, count = found.groups()
+    assert by_reference == count
+    assert re.search(r"sampling against LLM\.score +0\.0e\+00 +0\.0e\+00", printed)
+    assert float(re.search(r"the trainer's forward pass +(\S+)", printed)[1]) < 1e-4

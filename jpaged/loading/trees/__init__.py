@@ -7,6 +7,6 @@ Never: imports flax, or a trainer.
 
 from jpaged.loading.trees.from_trainer import from_trainer
 from jpaged.loading.trees.kinds import KINDS
-from jpaged.loading.trees.reader import TrainerTree, is_engine_tree, read_tree
+from jpaged.loading.trees.reader import TrainerTree, is_engine_tree, is_trainer_tree, read_tree, refuse_layout
 
-__all__ = ["KINDS", "TrainerTree", "from_trainer", "is_engine_tree", "read_tree"]
+__all__ = ["KINDS", "TrainerTree", "from_trainer", "is_engine_tree", "is_trainer_tree", "read_tree", "refuse_layout"]

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from jpaged.models.resharding import on_auto_mesh
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -68,7 +70,8 @@ class TreeLeaf:
         distinct = {id(array): array for array in self.arrays}
         places = {key: place for place, key in enumerate(distinct)}
         order = tuple(places[id(array)] for array in self.arrays)
-        return _make(tuple(distinct.values()), np.asarray(self.indices, np.int32), self.recipe, order)
+        arrays = tuple(on_auto_mesh(one) if isinstance(one, jax.Array) else one for one in distinct.values())
+        return _make(arrays, np.asarray(self.indices, np.int32), self.recipe, order)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "order"))

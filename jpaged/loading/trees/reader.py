@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.trees.kinds import KINDS
 from jpaged.loading.trees.leaves import Recipe, Step, TreeLeaf
 from jpaged.loading.trees.paths import is_named, named_leaves
@@ -36,6 +36,7 @@ from jpaged.models.spec import DecoderSpec, QKNorm, WeightLayout
 
 _NUMBER = re.compile(r"\d+")
 _Place = tuple[str, int | None]  # part, and layer
+_OWN_ENDS = (".kernel", ".embedding", ".scale", ".w", "_embedding")  # of names in trainers' trees
 _ENGINE_LEAVES = (*LAYER_NORMS, EMBED, "final_norm", "lm_head")
 
 
@@ -90,11 +91,30 @@ def is_engine_tree(tree: Any) -> bool:
     return isinstance(first, Mapping) and any(hasattr(first.get(name), "shape") for name in ("q", "qkv", "o", "down"))
 
 
-def read_tree(spec: DecoderSpec, tree: Any, *, fold: bool = True) -> TrainerTree:
+def is_trainer_tree(weights: Any) -> bool:
+    """True if weights are no tree of the engine's and no dictionary by the names of Hugging Face's tensors."""
+    if is_engine_tree(weights):
+        return False
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        return True
+    is_nested = any(isinstance(value, Mapping) for value in weights.values())
+    return is_nested or any(name.endswith(_OWN_ENDS) for name in weights)
+
+
+def refuse_layout(layout: WeightLayout | None) -> None:
+    """Raise RequestError for a layout: a trainer's tree has its own."""
+    if layout is not None:
+        raise RequestError("layout", layout, "is for the engine's own tree: leave it out, the names show the layout")
+
+
+def read_tree(
+    spec: DecoderSpec, tree: Any, *, fold: bool = True, layout: WeightLayout | None = None
+) -> TrainerTree:
     """Plan the engine's tree of a trainer's tree: any pytree whose names are those of one kind in `KINDS`.
 
-    spec: of the model. fold: the returned spec may have other factors, so that fewer leaves are copied. False: the
-        numbers are converted instead.
+    spec:   of the model.
+    fold:   the returned spec may have other factors, so that fewer leaves are copied. False: numbers are converted.
+    layout: of the result. None: the one with the fewest copies.
     Raises ModelLoadError that names the leaf, for an unknown name, a missing leaf or another shape.
     """
     if spec.experts is not None or spec.latent is not None or spec.qk_norm is QKNorm.PROJECTION or not spec.gated:
@@ -105,11 +125,14 @@ def read_tree(spec: DecoderSpec, tree: Any, *, fold: bool = True) -> TrainerTree
     names = named_leaves(tree)
     if not names:
         raise ModelLoadError(f"params has no arrays: it is a {type(tree).__name__}")
-    kind = _kind_of(spec, names)
-    spec = kind.folded(spec) if fold else spec
-    parts = _match(kind, spec, names)
+    kind, rows = _recognise(spec, tuple(names))
+    folded = kind.folded(spec) if fold else spec
+    if folded != spec:
+        spec = folded
+        kind, rows = _recognise(spec, tuple(names))
+    parts = _match(kind, spec, names, rows)
     _check_complete(kind, spec, parts)
-    return _Plan(kind, spec, parts).tree()
+    return _Plan(kind, spec, parts, layout).tree()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,22 +179,27 @@ def _find(kind: Kind, spec: DecoderSpec, name: str) -> tuple[tuple[Row, ...], in
     return None
 
 
-def _kind_of(spec: DecoderSpec, names: Mapping[str, Any]) -> Kind:
-    """The kind that knows most of the names. Raises ModelLoadError unless it knows all of them."""
-    known = {kind.name: sum(_find(kind, spec, name) is not None for name in names) for kind in KINDS}
-    kind = max(KINDS, key=lambda one: known[one.name])
-    unknown = [name for name in names if _find(kind, spec, name) is None]
+@functools.lru_cache(maxsize=16)
+def _recognise(spec: DecoderSpec, names: tuple[str, ...]) -> tuple[Kind, dict[str, tuple[tuple[Row, ...], int]]]:
+    """The kind that knows all names, and for each name its rows and layer. Raises ModelLoadError if none does.
+
+    Cached: it takes half the time of `read_tree`, and a training loop always has the same names.
+    """
+    found = {kind.name: {name: row for name in names if (row := _find(kind, spec, name))} for kind in KINDS}
+    kind = max(KINDS, key=lambda one: len(found[one.name]))
+    known = found[kind.name]
+    unknown = [name for name in names if name not in known]
     if not unknown:
-        return kind
-    if known[kind.name] == 0:
+        return kind, known
+    if not known:
         examples = "; ".join(f"{one.name}: {_example(one, spec)}" for one in KINDS)
         raise ModelLoadError(
             f"params has a leaf {unknown[0]}, which is no name of a known tree. Known are the engine's own tree "
             f"(docs/live_arrays.md), and, each with one of its names, {examples}"
         )
     raise ModelLoadError(
-        f"params has a leaf {unknown[0]}, which is no name of {kind.name}'s for this config; {known[kind.name]} other "
-        "leaves have its names. Leave it out, merge it (adapters), or check that config and weights are of one model"
+        f"params has a leaf {unknown[0]}, which is no name of {kind.name}'s for this config; {len(known)} other leaves "
+        "have its names. Leave it out, merge it (adapters), or check that config and weights are of one model"
     )
 
 
@@ -179,13 +207,13 @@ def _example(kind: Kind, spec: DecoderSpec) -> str:
     return next(one.name.replace("{i}", "0") for one in kind.rows(spec) if "q" in one.parts)
 
 
-def _match(kind: Kind, spec: DecoderSpec, names: Mapping[str, Any]) -> dict[_Place, _Source]:
+def _match(
+    kind: Kind, spec: DecoderSpec, names: Mapping[str, Any], known: Mapping[str, tuple[tuple[Row, ...], int]]
+) -> dict[_Place, _Source]:
     parts: dict[_Place, _Source] = {}
     wanted = parts_of(spec)
     for name, array in names.items():
-        found = _find(kind, spec, name)
-        assert found is not None, "_kind_of has checked all names"
-        rows, number = found
+        rows, number = known[name]
         one, stack_axis = _fitting(kind, spec, name, array, rows)
         if one.parts[0] == "lm_head" and "lm_head" not in wanted[1]:
             continue  # a tied model may have a copy of its embedding
@@ -238,11 +266,17 @@ def _check_complete(kind: Kind, spec: DecoderSpec, parts: Mapping[_Place, _Sourc
             )
 
 
+def _order(part: str, *, turned: bool) -> str:
+    outputs, inputs = MATRICES[part]
+    return inputs + outputs if turned else outputs + inputs
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     kind: Kind
     spec: DecoderSpec
     parts: Mapping[_Place, _Source]
+    layout: WeightLayout | None
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
@@ -250,43 +284,54 @@ class _Plan:
         return np.dtype(self.parts["q", 0].array.dtype)
 
     @functools.cached_property
-    def references(self) -> dict[str, str]:
-        """Order of the letters, for each matrix that is used as it is in some layer."""
+    def orders(self) -> dict[str, str]:
+        """Order of the letters of each matrix in the result."""
+        if self.layout is not None:
+            return {part: _order(part, turned=part in self.layout.transposed) for part in MATRICES}
+        return {part: _order(part, turned=False) for part in MATRICES} | self._fitting_orders
+
+    @functools.cached_property
+    def _fitting_orders(self) -> dict[str, str]:
+        """Order of the letters of each matrix that can be used as it is in some layer."""
         found: dict[str, str] = {}
         for (part, _), source in self.parts.items():
-            if part in MATRICES and source.is_plain and source.array.dtype == self.dtype:
-                outputs, inputs = MATRICES[part]
-                if source.letters in (outputs + inputs, inputs + outputs):
-                    found.setdefault(part, source.letters)
+            if part not in MATRICES or not source.is_plain or source.array.dtype != self.dtype:
+                continue
+            if source.letters in (_order(part, turned=False), _order(part, turned=True)):
+                found.setdefault(part, source.letters)
         return found
 
+    @functools.cached_property
+    def result_layout(self) -> WeightLayout:
+        """Layout of the result. q, k and v are one leaf if all of them are copied, and gate and up likewise."""
+        if self.layout is not None:
+            return self.layout
+        used = self._fitting_orders
+        turned = frozenset(part for part, order in used.items() if order != _order(part, turned=False))
+        return WeightLayout(any(part in used for part in "qkv"), "gate" in used or "up" in used, turned)
+
     def tree(self) -> TrainerTree:
-        spec, used = self.spec, self.references
-        split_qkv, split_gate_up = any(part in used for part in "qkv"), "gate" in used or "up" in used
-        turned = frozenset(part for part, order in used.items() if order != order_of(part))
+        """The plan of all leaves."""
         leaves = {LeafPlace(EMBED): self._vector(EMBED, None)}
-        for layer in range(spec.num_layers):
-            for name, leaf in self._layer(layer, split_qkv=split_qkv, split_gate_up=split_gate_up):
-                leaves[LeafPlace(name, layer)] = leaf
+        for layer in range(self.spec.num_layers):
+            leaves |= {LeafPlace(name, layer): leaf for name, leaf in self._layer(layer)}
         for norm in LAYER_NORMS:
             if (norm, 0) in self.parts:
                 leaves[LeafPlace(norm)] = self._norms(norm)
         leaves[LeafPlace("final_norm")] = self._vector("final_norm", None)
         if ("lm_head", None) in self.parts:
             leaves[LeafPlace("lm_head")] = self._matrix("lm_head", None)
-        return TrainerTree(
-            self.kind.name, spec, WeightLayout(split_qkv, split_gate_up, turned), self.dtype, leaves
-        )
+        return TrainerTree(self.kind.name, self.spec, self.result_layout, self.dtype, leaves)
 
-    def _layer(self, layer: int, *, split_qkv: bool, split_gate_up: bool) -> Iterator[tuple[str, TreeLeaf]]:
-        spec = self.spec
+    def _layer(self, layer: int) -> Iterator[tuple[str, TreeLeaf]]:
+        spec, layout = self.spec, self.result_layout
         heads = (spec.num_kv_heads, spec.q_per_kv + 2, spec.head_dim)
-        if split_qkv:
+        if layout.split_qkv:
             yield from ((part, self._matrix(part, layer)) for part in "qkv")
         else:
             yield "qkv", self._joined("qkv", "qkv", layer, (*heads, spec.hidden_size))
         yield "o", self._matrix("o", layer)
-        if split_gate_up:
+        if layout.split_gate_up:
             yield from ((part, self._matrix(part, layer)) for part in ("gate", "up"))
         else:
             yield "gate_up", self._gate_up(layer)
@@ -297,8 +342,8 @@ class _Plan:
             yield from ((part, self._vector(part, layer)) for part in ("q_norm", "k_norm"))
 
     def _matrix(self, part: str, layer: int | None) -> TreeLeaf:
-        """A matrix, in the order of its `references`, else in the engine's order."""
-        source, order = self.parts[part, layer], self.references.get(part, order_of(part))
+        """A matrix, in its order of `orders`."""
+        source, order = self.parts[part, layer], self.orders[part]
         if source.is_plain and source.letters == order and source.array.dtype == self.dtype:
             return TreeLeaf((source.name,), (source.array,), (0,), None)
         outputs, inputs = MATRICES[part]

@@ -6,6 +6,7 @@
 | Weights | Module |
 |---|---|
 | a tree of live arrays | `tree_update.py` |
+| a tree with a trainer's names | `trainer_update.py` |
 | arrays by Hugging Face's names: a dictionary or an iterator | `named_update.py` |
 | a folder or a GGUF file | `stored_update.py` |
 """
@@ -15,10 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jpaged.errors import RequestError
+from jpaged.loading.trees import is_trainer_tree, refuse_layout
 from jpaged.loading.updates.copies import copies
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.named_update import prepare_iterator, prepare_names
 from jpaged.loading.updates.stored_update import prepare_path
+from jpaged.loading.updates.trainer_update import prepare_trainer
 from jpaged.loading.updates.tree_update import prepare_tree
 from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.spec import WeightLayout
@@ -31,14 +34,18 @@ def prepare(
 ) -> Callable[[], Iterable[NewLeaf]]:
     """Check new weights. Returns a function that returns their leaves, to be called once. Changes nothing.
 
-    weights: a tree of live arrays, as for `LLM(config, params=...)`. Or a dictionary, or an iterator of pairs, from
-        Hugging Face's names to jax or numpy arrays. Or the path of a checkpoint folder, a converted folder or a GGUF
-        file.
+    weights: a tree of live arrays, as for `LLM(config, params=...)`, also with a trainer's names. Or a dictionary, or
+        an iterator of pairs, from Hugging Face's names to jax or numpy arrays. Or the path of a checkpoint folder, a
+        converted folder or a GGUF file.
     layout:  of the tree; None: detected.
 
     Raises ModelLoadError that names the leaf or the tensor, and RequestError for a bad argument. An iterator can only
     be checked while it is read: its leaves raise these errors later.
     """
+    if is_trainer_tree(weights):
+        refuse_layout(layout)
+        of_trainer = prepare_trainer(weights, engine)
+        return lambda: of_trainer
     is_tree = isinstance(weights, Mapping) and ("layers" in weights or not any("." in str(name) for name in weights))
     if layout is not None and not (is_tree and isinstance(layout, WeightLayout)):
         raise RequestError("layout", layout, "must be a jpaged.models.spec.WeightLayout, and goes with a tree")

@@ -6,6 +6,7 @@ it. A tree may have another `WeightLayout` than the engine's: `LayoutChange` joi
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ def _sources(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(layer: int | None, sources: Mapping[str, jax.Array]) -> jax.Array:
     """The caller's array itself."""
-    _check_live(layer, sources)
+    check_sources(layer, sources)
     return next(iter(sources.values()))
 
 
@@ -65,10 +66,15 @@ def _made(
     engine: EngineWeights,
 ) -> Any:  # fmt: skip
     """A leaf on the engine's devices, as its programs take it."""
-    _check_live(layer, sources)
+    check_sources(layer, sources)
     leaf = next(iter(sources.values()))
     if change is not None:
         leaf = _changed({name: on_auto_mesh(source) for name, source in sources.items()}, change=change)
+    return on_devices(layer, name, leaf, engine)
+
+
+def on_devices(layer: int | None, name: str, leaf: jax.Array, engine: EngineWeights) -> Any:
+    """A dense leaf of the engine's layout, on its devices: an array, a quantised weight, or a part for each stage."""
     placer = engine.placer
     if layer is not None or not isinstance(placer, StagedPlacer):
         return placed(name, leaf, engine.slot(layer, name), placer.of_layer(layer))
@@ -86,12 +92,14 @@ def placed(name: str, leaf: jax.Array, slot: Any, placer: LeafPlacer) -> Any:
     if isinstance(slot, (LeafSlot, SplitWeight)):
         dtype = slot.parts[0].dtype if isinstance(slot, SplitWeight) else slot.dtype
         leaf = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+    if isinstance(slot, LeafSlot) and slot.shape != leaf.shape and math.prod(slot.shape) == leaf.size:
+        leaf = leaf.reshape(slot.shape)  # an axis of heads, or none
     if not isinstance(slot, LeafSlot) or slot.shape != leaf.shape:
         return placer(name, leaf)
     return jax.block_until_ready(slot.moved(leaf))
 
 
-def _check_live(layer: int | None, sources: Mapping[str, jax.Array]) -> None:
+def check_sources(layer: int | None, sources: Mapping[str, jax.Array]) -> None:
     """Raise ModelLoadError if the caller has deleted an array since it was checked."""
     for name, array in sources.items():
         if array.is_deleted():
@@ -128,7 +136,11 @@ class LayoutChange:
 
     def __call__(self, sources: dict[str, Shaped[Array, "..."]]) -> Shaped[Array, "..."]:
         """The leaf. sources: by name, one matrix or the parts of a fused one."""
-        upright = {n: leaf.T if n in self.given.transposed else leaf for n, leaf in sources.items()}
+        shapes = layout_shapes(self.spec, jnp.float32, self.given)
+        of_layer = shapes["layers"][0] if shapes["layers"] else {}
+        # A matrix of the caller may have an axis of heads and one of head_dim
+        flat = {n: leaf.reshape(of_layer[n].shape) if n in _WHOLE or n == "o" else leaf for n, leaf in sources.items()}
+        upright = {n: leaf.T if n in self.given.transposed else leaf for n, leaf in flat.items()}
         if self.name in upright:
             leaf = upright[self.name]
         elif self.name in _PARTS:
