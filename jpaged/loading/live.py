@@ -116,6 +116,20 @@ def merged_shape(found: Sequence[int], wanted: Sequence[int], spec: DecoderSpec)
     return found
 
 
+def without_head_axes(spec: DecoderSpec, live: LiveParams) -> LiveParams:
+    """Live arrays with matrices of two axes only, as engines of several devices divide them. Others are copied."""
+    shapes = layout_shapes(spec, live.dtype, live.layout)["layers"]
+    layers = tuple(
+        {name: leaf.reshape(of_layer[name].shape) if _has_heads(name, leaf) else leaf for name, leaf in layer.items()}
+        for layer, of_layer in zip(live.params["layers"], shapes, strict=True)
+    )
+    return dataclasses.replace(live, params=live.params | {"layers": layers})
+
+
+def _has_heads(name: str, leaf: jax.Array) -> bool:
+    return name in _HEAD_MATRICES and leaf.ndim > 2
+
+
 def _check_layout(layout: WeightLayout) -> None:
     strange = sorted(map(str, set(layout.transposed) - {*_LAYER_MATRICES, *_TOP_MATRICES}))
     if strange:

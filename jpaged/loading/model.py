@@ -31,7 +31,7 @@ from jpaged.loading.dummy import dummy_weights
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import CONFIG, POOLING, find_config, find_model, find_tokenizer, is_gguf
 from jpaged.loading.kv_scales import read_kv_scales
-from jpaged.loading.live import check_live, config_values
+from jpaged.loading.live import check_live, config_values, without_head_axes
 from jpaged.loading.live_devices import devices_of_arrays, live_placer, place_tree
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
@@ -313,6 +313,8 @@ def _from_live(
     check_deterministic(config, None, live.dtype, jax.default_backend())
     if config.deterministic and live.layout != WeightLayout():
         raise ModelLoadError("deterministic=True needs live arrays with qkv and gate_up fused, stored [out, in]")
+    if config.devices_per_engine > 1:
+        live = without_head_axes(spec, live)
     placer = live_placer(config, spec, devices or devices_of_arrays(live.params, config), live.layout)
     return LoadedModel(
         spec=split_spec(spec, shards_of(config)),

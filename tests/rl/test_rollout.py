@@ -216,3 +216,21 @@ def test_trees_of_another_kind_than_at_the_start(tunix: TunixRollout) -> None:
         rollout.generate(tree(1), PROMPTS)
     with pytest.raises(EngineError, match="no engine before its first call"):
         _ = Rollout(CONFIG).llm
+
+
+@pytest.mark.slow
+def test_a_trainers_mesh() -> None:
+    """Two devices divide matrices of three axes, which are merged first. The answers are those of one device."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("tp"))
+    params = jax.tree.map(lambda leaf: jax.device_put(leaf, split), tree(1))
+    answers = []
+    with sampling_programs(SamplerVariant.FULL):
+        for options in ({}, {"mesh": mesh, "tensor_parallel_size": 2}):
+            with Rollout(CONFIG, **options, **SIZES) as rollout:
+                for _ in range(2):  # at the start, and in an update
+                    rollouts = rollout.generate(tree(1) if not options else dict(params), PROMPTS, GREEDY, version="a")
+                    answers.append([tokens.tolist() for tokens in rollouts.token_ids])
+    assert answers == [answers[0]] * 4

@@ -76,6 +76,9 @@ def _made(
 def on_devices(layer: int | None, name: str, leaf: jax.Array, engine: EngineWeights) -> Any:
     """A dense leaf of the engine's layout, on its devices: an array, a quantised weight, or a part for each stage."""
     placer = engine.placer
+    if layer is not None and engine.config.devices_per_engine > 1:
+        shape = layout_shapes(engine.spec, leaf.dtype, engine.layout)["layers"][layer][name].shape
+        leaf = leaf.reshape(shape)  # an axis of heads is not divided
     if layer is not None or not isinstance(placer, StagedPlacer):
         return placed(name, leaf, engine.slot(layer, name), placer.of_layer(layer))
     parts = zip(placer.parts_of(name, leaf), engine.slots, placer.placers, strict=True)
