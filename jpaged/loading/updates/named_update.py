@@ -26,6 +26,11 @@ from pallas_kernels import QuantizedWeight
 
 _FORMAT_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _EMBED = "embed"
+# Ends of the names that quantised weights have in GPTQ, AWQ, compressed-tensors, FP8, ModelOpt and MXFP4 checkpoints
+_QUANTIZED = (
+    "_blocks", "_scales", ".qweight", ".qzeros", ".scales", ".g_idx", ".weight_packed", ".weight_scale",
+    ".weight_scale_2", ".weight_scale_inv", ".weight_shape", ".weight_zero_point", ".input_scale",
+)  # fmt: skip
 
 
 class ArraySource:
@@ -85,9 +90,13 @@ class ArraySource:
 
 
 def check_array(name: object, array: Any) -> None:
-    """Raise ModelLoadError unless `array` is a numpy array or a live jax array, and `name` a text."""
+    """Raise ModelLoadError unless `array` is a numpy array or a live jax array, and `name` that of a dense tensor."""
     if not isinstance(name, str):
         raise ModelLoadError(f"the new weights have the name {name!r}: names must be those of Hugging Face's tensors")
+    if name.endswith(_QUANTIZED):
+        raise ModelLoadError(
+            f"{name} is a part of a quantised weight: pass arrays that are not quantised, or the path of the checkpoint"
+        )
     if not isinstance(array, (jax.Array, np.ndarray)):
         raise ModelLoadError(f"{name} is a {type(array).__name__}: must be a jax or numpy array")
     if isinstance(array, jax.Array) and array.is_deleted():
