@@ -41,7 +41,7 @@ from jpaged.runtime.memory.out_of_memory import advice, explained
 from jpaged.runtime.parallel.front_stages import FrontStages
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.profiling import Profiler
-from jpaged.runtime.stage_runner import LastStageRunner
+from jpaged.runtime.stage_runner import CLOSED, LastStageRunner
 from jpaged.runtime.state import DeviceState
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
@@ -335,6 +335,8 @@ class ModelRunner(EnginePrograms):
 
     def weights_problem(self) -> str | None:
         """See `engine.step_plan.Runner`. Takes 60 ns per array that the caller may delete."""
+        if self._last.closed:
+            return CLOSED
         if self._last.discarded:
             return DISCARDED
         if self._half_updated:
