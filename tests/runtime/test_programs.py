@@ -3,13 +3,14 @@
 import dataclasses
 import os
 import time
+from unittest import mock
 
 import jax
 import pytest
 
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.models.spec import DecoderSpec, QKNorm
-from jpaged.runtime.compile.program_table import ProgramTable
+from jpaged.runtime.compile.program_table import Program, ProgramTable
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.step.program_shapes import MAX_PROGRAMS, MAX_STEP_PROGRAMS, smallest_bucket
@@ -105,3 +106,22 @@ def test_an_error_stops_compiling_of_the_remaining_programs(error):
     with pytest.raises(error):
         ProgramTable.compile(shapes, compile_one, progress=False)
     assert len(started) <= 2 * (os.cpu_count() or 1) < len(shapes)
+
+
+def test_a_verify_program_runs_only_with_its_sample_programs():
+    """While programs are added, a step takes the larger verify program that is complete, not the smaller one."""
+    nothing = jax.jit(lambda: 0).lower().compile()
+    shapes = shapes_of(32, 512, drafts=3)
+    checks = [shape for shape in shapes if isinstance(shape, SampleShape) and shape.checks]
+    missing = [shape for shape in checks if shape.rows == min(map(rows_of, checks))]
+    compiled = [shape for shape in shapes if shape not in missing]
+    programs = ProgramTable.compile(compiled, lambda shape: nothing, progress=False, missing=missing)
+    plan = dataclasses.replace(make_plan(2, 0), drafts=mock.Mock())
+    sizes = []
+    for shape in [None, *missing]:
+        if shape is not None:
+            programs.add(Program(shape, nothing, 0, 0))
+        tokens = programs.forward(plan).shape.tokens
+        assert tokens == programs.sampler(tokens, SamplerVariant.FULL, checks=True).shape.rows
+        sizes.append(tokens)
+    assert sizes[-1] == min(sizes) < sizes[0]

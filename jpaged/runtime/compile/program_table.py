@@ -194,6 +194,8 @@ class ProgramTable:
                 shape = program.shape
                 is_kind = shape.is_decode == is_decode and bool(shape.drafts) == verifies
                 is_kind = is_kind and (not is_decode or shape.captures == follows)
+                # a sample program of a larger size does not take its result
+                is_kind = is_kind and (not verifies or shape.tokens in self.verify_sizes)
                 if is_kind and shape.tokens >= tokens and shape.rows >= rows:
                     return program
             return None
