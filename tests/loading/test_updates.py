@@ -141,6 +141,19 @@ def test_trees_of_every_layout(tmp_path: Path, turn: bool):
                 assert result.num_by_reference == result.num_leaves
 
 
+def test_an_array_that_is_deleted_while_the_update_waits(tmp_path: Path):
+    """The old weights stay: no leaf of them is dropped before all new ones are known to live."""
+    model = Model(written(BY_NAME["llama"], tmp_path)[0])
+    before = model.params
+    by_name = {name: jnp.asarray(array) for name, array in tensors_of(tmp_path / "1").items()}
+    for weights in (jax.tree.map(jnp.array, before), by_name):
+        leaves = prepare(weights, model.weights)
+        jax.tree.leaves(weights)[-1].delete()
+        with pytest.raises(ModelLoadError, match="was deleted before the update began"):
+            replace_leaves(model.stages, leaves())
+        assert model.params is before
+
+
 @pytest.mark.parametrize(
     "options",
     [

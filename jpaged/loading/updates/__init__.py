@@ -11,11 +11,14 @@
 | a folder or a GGUF file | `stored_update.py` |
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jpaged.errors import RequestError
+import jax
+
+from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.trees import is_trainer_tree, refuse_layout
 from jpaged.loading.updates.copies import copies
 from jpaged.loading.updates.engine_weights import EngineWeights
@@ -45,16 +48,23 @@ def prepare(
     if is_trainer_tree(weights):
         refuse_layout(layout)
         of_trainer = prepare_trainer(weights, engine)
-        return lambda: of_trainer
+        return functools.partial(_unless_deleted, of_trainer, weights)
     is_tree = isinstance(weights, Mapping) and ("layers" in weights or not any("." in str(name) for name in weights))
     if layout is not None and not (is_tree and isinstance(layout, WeightLayout)):
         raise RequestError("layout", layout, "must be a jpaged.models.spec.WeightLayout, and goes with a tree")
     if isinstance(weights, Mapping):
         leaves = prepare_tree(weights, engine, layout) if is_tree else prepare_names(weights, engine)
-        return lambda: leaves
+        return functools.partial(_unless_deleted, leaves, weights)
     if isinstance(weights, (str, os.PathLike)):
         return prepare_path(os.fspath(weights), engine)
     if isinstance(weights, Iterator):
         return lambda: prepare_iterator(weights, engine)
     known = "must be a tree of arrays, a dictionary of arrays by name, an iterator of (name, array), or a path"
     raise RequestError("weights", type(weights).__name__, known)
+
+
+def _unless_deleted(leaves: list[NewLeaf], weights: Any) -> list[NewLeaf]:
+    """Return the leaves. Raises ModelLoadError if the caller has deleted an array while the update waited."""
+    if any(isinstance(array, jax.Array) and array.is_deleted() for array in jax.tree.leaves(weights)):
+        raise ModelLoadError("an array of the new weights was deleted before the update began, for example by donation")
+    return leaves
