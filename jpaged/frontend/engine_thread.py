@@ -21,7 +21,7 @@ from jpaged.engine.engine import Engine
 from jpaged.engine.kv_cache.handover import KVHandover
 from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
-from jpaged.errors import EngineError
+from jpaged.errors import EngineError, NoWeightsError
 from jpaged.frontend.arrivals import Arrivals
 from jpaged.frontend.commands import Abort, Add, CommandQueue, Inspect, Pause, Update
 from jpaged.frontend.engine_loop import EngineLoop
@@ -85,8 +85,16 @@ class EngineThread:
             self.commands.submit(Add(request_group, stream))
 
     def check_room(self, num_tokens: int = 0) -> None:
-        """See `Arrivals.check_room`. Raises NoWeightsError if the engine is awake without weights."""
-        self._pauses.require_weights()
+        """See `Arrivals.check_room`. Raises NoWeightsError if the engine is awake without weights.
+
+        During an update a request waits: half of the new weights are no reason to refuse it.
+        """
+        is_updating = self._updates.is_updating
+        try:
+            self._pauses.require_weights()
+        except NoWeightsError:
+            if not (is_updating or self._updates.is_updating):  # an update may have begun since the first look
+                raise
         self.arrivals.check_room(num_tokens)
 
     def abort(self, request_id: str) -> None:

@@ -1,6 +1,7 @@
 """`update_weights` of LLM and AsyncLLM: what running requests do, and the version in every output."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,3 +191,26 @@ def test_live_arrays_of_two_engines():
         llm.update_weights(trees[1])
         again = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
         assert again == tokens[1]
+
+
+def test_a_request_during_an_update_waits(engine: AsyncLLM):
+    """Half of the new weights are in the engine: that is no reason to refuse it."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def leaves() -> Iterator[int]:
+        yield 1
+        begun.set()
+        goes_on.wait(60)
+        yield 1
+
+    async def main() -> None:
+        updating = engine._engine_thread.update_weights([leaves], UpdateMode.KEEP, None)
+        await asyncio.to_thread(begun.wait, 60)
+        late = asyncio.create_task(last(engine, [50, 51], SHORT))
+        await asyncio.sleep(0.01)
+        assert not late.done()
+        goes_on.set()
+        assert (await asyncio.wrap_future(updating)).version == 1
+        assert (await late).weight_changes == ((0, 1),)
+
+    run(main)
