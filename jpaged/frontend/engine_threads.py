@@ -41,9 +41,11 @@ class EngineThreads:
         self.num_prefill = num_prefill
         self._router = ROUTERS[routing]()     # for the engines that generate
         self._prefill_router = ROUTERS[routing]()
-        self._lock = threading.Lock()         # guards the routers, _when_fatal and _num_running
+        self._lock = threading.Lock()         # guards the routers, _when_fatal, _num_running and _updated
         self._when_fatal: list[Callable[[EngineError], None]] = []
         self._num_running = len(engines)      # engines that have not failed
+        self._updated: Future[None] = Future()  # done when no update of the weights runs
+        self._updated.set_result(None)
         self.threads = tuple(
             EngineThread(engine, watchdog_seconds=watchdog_seconds, name=f"jpaged-engine-{index}")
             for index, engine in enumerate(engines)
@@ -142,12 +144,16 @@ class EngineThreads:
     ) -> Future[WeightUpdate]:
         """Replace the weights of one engine after another, as `EngineThread.update_weights`. leaves: by engine.
 
-        The update ends at the first error. An engine that has ended is left out.
+        The update ends at the first error. An engine that has ended is left out. An update waits for the one before:
+        the other engines copy the first one's arrays, which must not change meanwhile.
         """
         self._forget()
         joined: Future[WeightUpdate] = Future()
         updates: list[WeightUpdate] = []
         left = deque(zip(self.threads, leaves, strict=True))
+        with self._lock:
+            before, self._updated = self._updated, Future()
+            ended = self._updated
 
         def continue_after(answered: Future[WeightUpdate] | None = None) -> None:
             """Start the next engine's update. answered: of the engine before; None: there was none."""
@@ -159,15 +165,18 @@ class EngineThreads:
                 if left:
                     thread, of_engine = left.popleft()
                     thread.update_weights([of_engine], mode, version).add_done_callback(continue_after)
-                else:
-                    self.check_open()
-                    joined.set_result(joined_updates(updates))
-            except InvalidStateError:  # the caller has cancelled it
-                return
+                    return
+                self.check_open()
+                result = joined_updates(updates)
             except BaseException as error:
-                joined.set_exception(error)
+                with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
+                    joined.set_exception(error)
+            else:
+                with contextlib.suppress(InvalidStateError):
+                    joined.set_result(result)
+            ended.set_result(None)
 
-        continue_after()
+        before.add_done_callback(lambda _: continue_after())
         return joined
 
     @property

@@ -14,9 +14,10 @@ from jpaged import LLM, AsyncLLM, EngineError, ModelLoadError, RequestError, Sam
 from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_config import engine_config
+from jpaged.frontend.engine_threads import EngineThreads
 from jpaged.frontend.pausing import UpdateMode
 from jpaged.models.spec import DecoderSpec, Rope
-from tests.engine.fake_runner import alone
+from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.random_decoder import random_params
 from tests.support.slow_runner import SlowRunner, until, until_idle
 from tests.support.tiny_engine import sampling_programs
@@ -214,3 +215,29 @@ def test_a_request_during_an_update_waits(engine: AsyncLLM):
         assert (await late).weight_changes == ((0, 1),)
 
     run(main)
+
+
+def test_updates_of_several_engines_run_one_after_another():
+    """The second engine copies the first one's weights, which must still be those of its own update."""
+    order: list[str] = []
+    threads = EngineThreads([Engine(FakeRunner()), Engine(FakeRunner())], "least_loaded")
+    second_begins = threading.Event()
+
+    def leaves(number: int, name: str) -> list[int]:
+        order.append(name)
+        if name == "b0":
+            second_begins.set()
+        if name == "a1":
+            second_begins.wait(0.02)
+        return [number, number]
+
+    try:
+        updates = [
+            threads.update_weights([lambda: leaves(1, "a0"), lambda: leaves(1, "a1")], UpdateMode.KEEP, "a"),
+            threads.update_weights([lambda: leaves(2, "b0"), lambda: leaves(2, "b1")], UpdateMode.KEEP, "b"),
+        ]
+        updates[0].cancel()  # its engines still get the same weights
+        assert updates[1].result(60).version == "b"
+    finally:
+        threads.close()
+    assert order == ["a0", "a1", "b0", "b1"]
