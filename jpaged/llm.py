@@ -400,13 +400,15 @@ class LLM(EngineAccess):
         with several processes. After an error in the middle, such as an iterator that ends early, requests are refused
         until an update succeeds. They are also refused after the caller has deleted (donated) an array.
         """
-        with self._exclusive("update_weights"):
+        # An interrupt after the last leaf would leave KV of the old weights, or another engine with the old weights.
+        with self._exclusive("update_weights"), DeferredInterrupt() as interrupt:
             leaves = self._prepared(weights, layout, version)
             self._router.forget()
-            updates = []
+            updates: list[WeightUpdate] = []
             for engine, of_engine in zip(self.engines, leaves, strict=True):
                 engine.flush()
-                updates.append(engine.update_weights(of_engine(), version=version))
+                new = of_engine() if updates else interrupt.between(of_engine())
+                updates.append(engine.update_weights(new, version=version))
             return joined_updates(updates)
 
     def sleep(self, level: int = 1) -> None:

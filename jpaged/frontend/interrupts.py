@@ -2,8 +2,11 @@
 
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 
 class DeferredInterrupt:
@@ -37,6 +40,12 @@ class DeferredInterrupt:
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt
+
+    def between(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, with a `check` before each."""
+        for item in items:
+            self.check()
+            yield item
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._pending:

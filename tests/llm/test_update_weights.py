@@ -1,6 +1,7 @@
 """`update_weights` of LLM and AsyncLLM: what running requests do, and the version in every output."""
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import LLM, AsyncLLM, EngineError, ModelLoadError, RequestError, SamplingParams
+from jpaged import LLM, AsyncLLM, EngineError, ModelLoadError, NoWeightsError, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_config import engine_config
@@ -241,3 +242,45 @@ def test_updates_of_several_engines_run_one_after_another():
     finally:
         threads.close()
     assert order == ["a0", "a1", "b0", "b1"]
+
+
+@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.parametrize("moment", ["leaf of engine 0", "note of engine 0", "leaf of engine 1"])
+def test_ctrl_c_during_an_update(monkeypatch: pytest.MonkeyPatch, moment: str):
+    """All engines have the new weights and forget the old KV, or requests are refused."""
+    engines = Engine(FakeRunner()), Engine(FakeRunner())
+    note = Engine.note_new_weights
+
+    def press(where: str) -> None:
+        if where == moment:
+            signal.raise_signal(signal.SIGINT)
+
+    class PressingUpdater:
+        def leaves(self, index: int) -> Iterator[int]:
+            press(f"leaf of engine {index}")
+            yield from (1, 1)
+
+        def prepare(self, weights: Any, layout: Any) -> list[Any]:
+            return [lambda: self.leaves(0), lambda: self.leaves(1)]
+
+    def pressed(engine: Engine, version: Any) -> None:
+        press(f"note of engine {engines.index(engine)}")
+        note(engine, version)
+
+    def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
+        config = engine_config(model, options)
+        return BuiltEngine(engines[0], config, None, None, SHORT, others=engines[1:], updater=PressingUpdater())
+
+    monkeypatch.setattr("jpaged.llm.build_engine", build)
+    monkeypatch.setattr(Engine, "note_new_weights", pressed)
+    with LLM("model") as llm:
+        prompts = [[7] * 40, [8] * 40]
+        llm.generate(prompts, SHORT, use_tqdm=False)
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_weights(1)
+        if moment == "leaf of engine 0":
+            with pytest.raises(NoWeightsError):
+                llm.generate(prompts, SHORT, use_tqdm=False)
+        else:  # `FakeRunner` raises an error if a request finds KV of old weights
+            versions = [out.outputs[0].weight_version for out in llm.generate(prompts, SHORT, use_tqdm=False)]
+            assert versions == [engine.weight_version for engine in engines] == [1, 1]
