@@ -38,6 +38,10 @@ def check_version(version: object) -> None:
     """Raise RequestError unless `version` can be the version of weights. None: the number of updates so far."""
     if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
         raise RequestError("version", version, "must be an integer or a text")
+    try:
+        str(version).encode()  # as in metrics and in names of KV
+    except UnicodeEncodeError:
+        raise RequestError("version", ascii(version), "has half of a surrogate pair: UTF-8 cannot encode it") from None
 
 
 def pause_mode(mode: str) -> PauseMode:

@@ -16,7 +16,7 @@ from jpaged.engine.engine import Engine
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_config import engine_config
 from jpaged.frontend.engine_threads import EngineThreads
-from jpaged.frontend.pausing import UpdateMode
+from jpaged.frontend.pausing import UpdateMode, check_version
 from jpaged.models.spec import DecoderSpec, Rope
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.random_decoder import random_params
@@ -284,3 +284,9 @@ def test_ctrl_c_during_an_update(monkeypatch: pytest.MonkeyPatch, moment: str):
         else:  # `FakeRunner` raises an error if a request finds KV of old weights
             versions = [out.outputs[0].weight_version for out in llm.generate(prompts, SHORT, use_tqdm=False)]
             assert versions == [engine.weight_version for engine in engines] == [1, 1]
+
+
+def test_versions_that_utf_8_cannot_encode_are_refused():
+    """Metrics, answers and names of KV contain the version."""
+    with pytest.raises(RequestError, match="half of a surrogate pair"):
+        check_version("step \ud800")
