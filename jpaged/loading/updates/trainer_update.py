@@ -28,7 +28,7 @@ def prepare_trainer(weights: Any, engine: EngineWeights) -> list[NewLeaf]:
             leaves.append(NewLeaf(layer, name, functools.partial(_same, layer, leaf), by_reference=True))
             continue
         make = functools.partial(_made, layer, name, leaf, engine)
-        leaves.append(engine.on_device(NewLeaf(layer, name, make, owned=not leaf.is_reference)))
+        leaves.append(engine.on_device(NewLeaf(layer, name, make, owned=not (leaf.is_reference or engine.shared))))
     return leaves
 
 
