@@ -21,7 +21,9 @@ from jpaged.models.spec import WeightLayout
 from jpaged.runtime.weight_update import replace_leaves
 from tests.golden.checkpoints import BY_NAME, VARIANTS, Variant, write_checkpoint
 from tests.loading.gguf_files import write_gguf
+from tests.support import trainer_trees
 from tests.support.checkpoint_files import assert_same, tensors_of
+from tests.support.trainer_trees import Checkpoint
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "gemma2", "mixtral", "gpt2", "gpt-neox", "deepseek-v2", "opt-350m"]
 
@@ -278,3 +280,21 @@ def test_arguments(llama: Model, tmp_path: Path):
         llama.update(tensors_of(tmp_path / "1"), WeightLayout())
     with pytest.raises(ModelLoadError, match="must be a tuple with one dictionary"):
         llama.update({"embed": llama.params["embed"]})
+
+
+@pytest.mark.parametrize(
+    "separator", ["/", pytest.param(".", marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_flat_dictionaries_of_a_trainer(tmp_path: Path, separator: str | None):
+    """Names with dots, with slashes, or as tuples: all that an engine starts with. Engines may share what is made."""
+    first, second = written(BY_NAME["llama"], tmp_path)
+    model = Model(first)
+    nested = trainer_trees.easydel(Checkpoint(json.loads((second / "config.json").read_text()), tensors_of(second)))
+    paths = jax.tree_util.tree_flatten_with_path(nested)[0]
+    keys = [tuple(str(entry.key) for entry in path) for path, _ in paths]
+    names = keys if separator is None else [separator.join(key) for key in keys]
+    tree = {name: jnp.asarray(array) for name, (_, array) in zip(names, paths, strict=True)}
+    model.update(tree)
+    assert_same(model.params, fresh(second).params)
+    shared = dataclasses.replace(model.weights, shared=True)
+    assert not any(leaf.owned for leaf in prepare(tree, shared)())

@@ -98,7 +98,7 @@ def is_trainer_tree(weights: Any) -> bool:
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         return True
     is_nested = any(isinstance(value, Mapping) for value in weights.values())
-    return is_nested or any(name.endswith(_OWN_ENDS) for name in weights)
+    return is_nested or any("/" in name or name.endswith(_OWN_ENDS) for name in weights)
 
 
 def refuse_layout(layout: WeightLayout | None) -> None:
