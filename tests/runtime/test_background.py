@@ -102,6 +102,22 @@ def test_a_long_wait_for_a_program_is_told_on_a_terminal(monkeypatch, capsys):
     assert capsys.readouterr().err == "jpaged: a request waits for a program that is being compiled (random)\n"
 
 
+def test_waiting_for_all_programs_has_a_progress_bar(monkeypatch, capsys):
+    monkeypatch.setattr(program_table, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    table = table_with("decode 32 rows", "mixed 512 tokens", "sample greedy 32 rows")
+    missing, total = list(table.missing), len(table.missing)
+    thread = threading.Thread(target=table.wait_for_all)
+    thread.start()
+    while thread.is_alive() and table.missing:
+        time.sleep(0.05)
+        table.add(Program(missing.pop(), NOTHING, 0.0, 0))
+    thread.join(10)
+    shown = capsys.readouterr().err
+    assert "Compiling" in shown
+    assert f"/{total}" in shown
+
+
 def test_a_failure_reaches_who_waits():
     table = table_with("decode 32 rows", "mixed 512 tokens", "sample greedy 32 rows")
     table.fail(ValueError("no memory"))

@@ -163,10 +163,16 @@ class ProgramTable:
 
     def wait_for_all(self) -> None:
         """Wait until no program is missing. Raises EngineError if one cannot be compiled."""
-        with self._change:
+        with (
+            self._change,
+            tqdm(total=len(self.missing), desc="Compiling", unit="program", delay=PATIENCE_SECONDS, disable=None,
+                 leave=False) as bar,
+        ):  # fmt: skip
             while self.missing:
                 self._check()
+                before = len(self.missing)
                 self._change.wait()
+                bar.update(before - len(self.missing))
 
     def await_kind(self, kind: Kind) -> bool:
         """True if a program of this kind exists. Else it is compiled next. Raises EngineError as `wait_for_all`."""
