@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Sequence
 
-from jpaged.errors import RequestError, shown
+from jpaged.errors import RequestError
 
 SLEEP_LEVELS = (0, 1, 2)
 WAKE_TAGS = ("weights", "kv_cache")
@@ -65,5 +65,5 @@ def wake_tags(tags: Sequence[str] | None) -> frozenset[str]:
         return frozenset(WAKE_TAGS)
     for tag in [tags] if isinstance(tags, str) else tags:
         if tag not in WAKE_TAGS:
-            raise RequestError("tags", shown(tag), f"must be a list of {' and '.join(WAKE_TAGS)}")
+            raise RequestError("tags", tag, f"must be a list of {' and '.join(WAKE_TAGS)}")
     return frozenset([tags] if isinstance(tags, str) else tags)

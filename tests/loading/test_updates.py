@@ -260,7 +260,8 @@ def test_a_tied_head_must_equal_the_embedding(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("llama-mqa", "of another model than the engine's: num_kv_heads 1 instead of 2"), ("nowhere", "no such file"),
+        ("llama-mqa", "of another model than the engine's: num_kv_heads 1 instead of 2"),
+        ("nowhere", r"no such file or folder: .* not from a hub id"),
         ("qwen2", "another model than the engine's"),
     ],
 )  # fmt: skip
@@ -276,6 +277,10 @@ def test_folders_that_do_not_fit(llama: Model, tmp_path: Path, name: str, messag
 def test_arguments(llama: Model, tmp_path: Path):
     with pytest.raises(RequestError, match=r"weights must be a tree of arrays, .* or a path"):
         llama.update(3)
+    with pytest.raises(RequestError, match=r"for a list of pairs: iter\(pairs\)"):
+        llama.update(list(tensors_of(tmp_path / "1").items()))
+    with pytest.raises(ModelLoadError, match=r"model.safetensors is a file: pass the folder of the checkpoint"):
+        llama.update(tmp_path / "1" / "model.safetensors")
     with pytest.raises(RequestError, match="goes with a tree"):
         llama.update(tensors_of(tmp_path / "1"), WeightLayout())
     with pytest.raises(ModelLoadError, match="must be a tuple with one dictionary"):

@@ -60,6 +60,8 @@ def prepare(
     if isinstance(weights, Iterator):
         return lambda: prepare_iterator(weights, engine)
     known = "must be a tree of arrays, a dictionary of arrays by name, an iterator of (name, array), or a path"
+    if isinstance(weights, (list, tuple)):
+        known += " (for a list of pairs: iter(pairs))"
     raise RequestError("weights", type(weights).__name__, known)
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jpaged.errors import ModelLoadError
+from jpaged.loading.hub import is_gguf
 from jpaged.loading.model import open_weights
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.tree_update import in_layout
@@ -40,7 +41,10 @@ def _opened(path: str, engine: EngineWeights) -> Iterator[StoredWeights]:
     """Open a checkpoint, and check that its weights fit the engine. Raises ModelLoadError."""
     where = pathlib.Path(path).expanduser()
     if not where.exists():
-        raise ModelLoadError(f"{path}: there is no such file or folder")
+        known = "new weights come from a folder or a .gguf file on this machine, not from a hub id or 'demo'"
+        raise ModelLoadError(f"{path}: there is no such file or folder: {known}")
+    if where.is_file() and not is_gguf(where):
+        raise ModelLoadError(f"{path} is a file: pass the folder of the checkpoint, {where.parent}, or a .gguf file")
     config = dataclasses.replace(engine.config, model=str(where), load_format="auto")
     with open_weights(config, where) as (_, stored):
         _check(path, stored, engine)
