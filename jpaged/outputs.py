@@ -67,7 +67,10 @@ class SamplingMask:
         return padded
 
     def dense(self, vocab_size: int) -> np.ndarray:
-        """bool[tokens, vocab_size]: True for the ids."""
+        """bool[tokens, vocab_size]: True for the ids. Raises ValueError if an id is not below `vocab_size`."""
+        largest = max((int(ids[-1]) for ids in self.token_ids if len(ids)), default=-1)
+        if largest >= vocab_size:
+            raise ValueError(f"vocab_size={vocab_size}: the mask has the id {largest:,}. Use the model's vocab_size")
         kept = np.zeros((len(self.token_ids), vocab_size), bool)
         for row, ids in zip(kept, self.token_ids, strict=True):
             row[ids] = True

@@ -110,6 +110,9 @@ class Rollout:
         prompts, answers: token ids, one prompt for each answer. In float32 on CPU the results equal those of `generate`
         with the same weights bit for bit.
         """
+        for name, texts in (("prompts", prompts), ("answers", answers)):
+            if isinstance(texts, str) or any(isinstance(one, (str, int, np.integer)) for one in texts):
+                raise RequestError(name, texts, "must be lists of token ids, one list for each answer")
         if len(prompts) != len(answers):
             raise RequestError("answers", len(answers), f"must be as many as prompts: {len(prompts)}")
         self.update(params, version=version)

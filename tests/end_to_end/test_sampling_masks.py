@@ -89,6 +89,10 @@ def test_forms(answers):
         with pytest.raises(ValueError, match=f"width={most - 1}: a token has {most}"):
             mask.padded(most - 1)
         assert [np.flatnonzero(row).tolist() for row in mask.dense(VOCAB_SIZE)] == ids(answer)
+        largest = max(map(max, mask.token_ids))
+        assert mask.dense(largest + 1).shape == (count, largest + 1)
+        with pytest.raises(ValueError, match=f"vocab_size={largest}: the mask has the id {largest:,}"):
+            mask.dense(largest)
 
 
 def test_batch_chunks_preemption_and_several_answers_change_nothing(runner, answers):

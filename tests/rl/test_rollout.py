@@ -91,6 +91,10 @@ def test_scores_are_those_of_generation(tunix: TunixRollout) -> None:
         np.testing.assert_allclose(score, logprobs, atol=1e-5)
     with pytest.raises(RequestError, match="answers must be as many as prompts: 2"):
         rollout.score(params, PROMPTS, rollouts.token_ids[:1])
+    with pytest.raises(RequestError, match="answers must be lists of token ids"):
+        rollout.score(params, PROMPTS, ["a", "b"])
+    with pytest.raises(RequestError, match="prompts must be lists of token ids"):
+        rollout.score(params, PROMPTS[0], rollouts.token_ids)
 
 
 @pytest.mark.slow
