@@ -154,11 +154,11 @@ def plot(rewards: list[float], path: pathlib.Path) -> None:
 def main() -> None:
     """Train, print the reward and the table of differences, and draw the curve."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--prompts", type=int, default=8, help="prompts a step")
-    parser.add_argument("--group", type=int, default=8, help="answers to a prompt")
-    parser.add_argument("--learning-rate", type=float, default=5e-5)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=200, help="steps of training; default 200")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts a step; default 8")
+    parser.add_argument("--group", type=int, default=8, help="answers to a prompt; default 8")
+    parser.add_argument("--learning-rate", type=float, default=5e-5, help="of Adam; default 5e-5")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts; default 0")
     parser.add_argument("--png", type=pathlib.Path, help="draw the reward; needs matplotlib")
     options = parser.parse_args()
 
