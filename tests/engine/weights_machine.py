@@ -85,6 +85,15 @@ class WeightsMachine(EngineMachine):
         self.replace_weights(False)
         self.runner.oldest_kv = self.runner.weights
 
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 8))
+    def recompute_while_requests_run(self, seed: int, count: int) -> None:
+        """By chance alone, hardly any request runs when its KV is recomputed."""
+        self.crowd(seed, 3)
+        self.steps(count)
+        self.flush()
+        self.replace_weights(True)
+        self.runner.oldest_kv = self.runner.weights
+
     @rule(count=st.integers(0, 8))
     @precondition(lambda self: self.asked)
     def update_and_ask_again(self, count: int) -> None:
@@ -118,6 +127,7 @@ class WeightsMachine(EngineMachine):
         if live:
             self.step()
             assert live <= self.ended, "a request goes on"
+        self.flush()  # a step of requests that had ended before may be in flight
         assert not self.engine.has_work
         with pytest.raises(EngineError, match=self.runner.problem):
             self.engine.add_request("refused", [1], SamplingParams())
