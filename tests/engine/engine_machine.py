@@ -337,8 +337,8 @@ class EngineMachine(RuleBasedStateMachine):
                 self.waits[request] = self.waits[request] + 1 if waits else 0
                 # with stages: until its micro-batch has a turn, and one turn more if it is passed on
                 longest = self.runner.num_stages if self.runner.num_stages > 1 else 0
-                if longest and self.runner.max_drafts:
-                    longest += 1  # its turn came while drafts that were rejected seemed to reach its end
+                if self.runner.max_drafts:  # its turns come while drafts that are rejected seem to reach its end
+                    longest = 4 * (self.runner.num_stages - 1)
                 assert self.waits[request] <= longest, "a decode waits"
         self.sound()
         if oldest is not None and oldest.schedule.status is RequestStatus.PREEMPTED:
