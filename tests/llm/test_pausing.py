@@ -17,7 +17,7 @@ from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.engine_config import engine_config
 from jpaged.frontend.pausing import UpdateMode
 from tests.engine.fake_runner import FakeRunner, alone
-from tests.support.slow_runner import SlowRunner, until, until_idle
+from tests.support.slow_runner import SlowRunner, last, started, until, until_idle
 
 LONG = SamplingParams(temperature=0, max_tokens=60)
 SHORT = SamplingParams(temperature=0, max_tokens=4)
@@ -43,19 +43,10 @@ def engine(runner: SlowRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asyn
     engine.close()
 
 
-async def last(engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> Any:
-    output = None
-    async for output in engine.generate(prompt, params):  # noqa: B007
-        pass
-    return output.outputs[0]
-
-
-async def started(engine: AsyncLLM, count: int) -> list[asyncio.Task]:
-    """Requests that have generated their first tokens."""
-    before = engine.stats().generated_tokens
-    tasks = [asyncio.create_task(last(engine, [i, i + 1, 7], LONG)) for i in range(count)]
-    await until(lambda: engine.stats().generated_tokens > before + 3 * count)
-    return tasks
+async def answer_as_if_alone(tasks: list[asyncio.Task]) -> None:
+    """The requests of `started` end with the tokens that they have alone."""
+    for i, answer in enumerate(await asyncio.gather(*tasks)):
+        assert answer.token_ids == alone([i, i + 1, 7], 60, 97)
 
 
 async def stands_still(engine: AsyncLLM) -> None:
@@ -75,7 +66,7 @@ def sleep_states(engine: AsyncLLM) -> dict[str, float]:
 @pytest.mark.parametrize("freed", [False, True])
 def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
     async def main() -> None:
-        tasks = await started(engine, 6)  # two of them wait for a row
+        tasks = await started(engine, 6, LONG)  # two of them wait for a row
         stop = engine.sleep(mode="keep") if freed else engine.pause_generation(mode="keep", clear_cache=False)
         await stop
         assert runner.released == freed
@@ -96,8 +87,7 @@ def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
             await engine.resume_generation()
         assert not await engine.is_paused()
         assert sleep_states(engine) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
-        for i, answer in enumerate(await asyncio.gather(*tasks)):
-            assert answer.token_ids == alone([i, i + 1, 7], 60, 97)
+        await answer_as_if_alone(tasks)
         assert (await late).token_ids == alone([50, 51], 4, 97)
         await until_idle(engine)
 
@@ -108,7 +98,7 @@ def test_kept_requests_continue_with_the_same_tokens(engine, runner, freed):
 @pytest.mark.parametrize("awake_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_weights_kept_requests_wait_and_new_ones_are_refused(engine, runner, awake_first):
     async def main() -> None:
-        tasks = await started(engine, 6)
+        tasks = await started(engine, 6, LONG)
         await engine.sleep(level=2, mode="keep")
         assert runner.weights_problem()
         late = asyncio.create_task(last(engine, [50, 51], SHORT))  # waits, as at level 1
@@ -129,8 +119,7 @@ def test_without_weights_kept_requests_wait_and_new_ones_are_refused(engine, run
             await stands_still(engine)
             await engine.wake_up()
         assert sleep_states(engine) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
-        for i, answer in enumerate(await asyncio.gather(*tasks)):
-            assert answer.token_ids == alone([i, i + 1, 7], 60, 97)
+        await answer_as_if_alone(tasks)
         assert (await late).token_ids == alone([50, 51], 4, 97)
         await until_idle(engine)
 
@@ -141,7 +130,7 @@ def test_without_weights_kept_requests_wait_and_new_ones_are_refused(engine, run
 @pytest.mark.parametrize("freed", [False, True])
 def test_abort_ends_running_requests_and_holds_new_ones(engine, runner, freed):
     async def main() -> None:
-        tasks = await started(engine, 6)
+        tasks = await started(engine, 6, LONG)
         await (engine.sleep() if freed else engine.pause_generation())
         assert [answer.finish_reason for answer in await asyncio.gather(*tasks)] == ["abort"] * 6
         assert engine.stats().used_blocks == 0
@@ -160,7 +149,7 @@ def test_abort_ends_running_requests_and_holds_new_ones(engine, runner, freed):
 
 def test_wait_lets_running_requests_finish(engine):
     async def main() -> None:
-        tasks = await started(engine, 3)
+        tasks = await started(engine, 3, LONG)
         pausing = asyncio.create_task(engine.pause_generation(mode="wait"))
         await asyncio.sleep(0.01)
         late = asyncio.create_task(last(engine, [50, 51], SHORT))
@@ -170,7 +159,7 @@ def test_wait_lets_running_requests_finish(engine):
         assert not late.done()
         await engine.resume_generation()
         assert (await late).token_ids == alone([50, 51], 4, 97)
-        tasks = await started(engine, 1)
+        tasks = await started(engine, 1, LONG)
         pausing = asyncio.create_task(engine.pause_generation(mode="wait"))
         await asyncio.sleep(0.01)
         await engine.resume_generation()
@@ -203,7 +192,7 @@ def test_held_requests_of_a_closed_loop_are_dropped(engine, monkeypatch):
 
 def test_a_paused_engine_can_be_closed(engine, runner):
     async def main() -> None:
-        tasks = await started(engine, 2)
+        tasks = await started(engine, 2, LONG)
         await engine.sleep(mode="keep")
         tasks.append(asyncio.create_task(last(engine, [50, 51], SHORT)))
         await asyncio.sleep(0.01)
@@ -216,7 +205,7 @@ def test_a_paused_engine_can_be_closed(engine, runner):
 
 def test_a_failed_sleep_answers_every_pause_that_waits(engine, runner):
     async def main() -> None:
-        tasks = await started(engine, 2)
+        tasks = await started(engine, 2, LONG)
         runner.release = lambda **_: 1 / 0
         pauses = [asyncio.create_task(engine.sleep(mode="wait")), asyncio.create_task(engine.sleep(mode="wait"))]
         ends = await asyncio.gather(*pauses, *tasks, return_exceptions=True)
@@ -227,11 +216,10 @@ def test_a_failed_sleep_answers_every_pause_that_waits(engine, runner):
 
 def test_the_prefix_cache_can_be_reset_while_requests_run(engine):
     async def main() -> None:
-        tasks = await started(engine, 3)
+        tasks = await started(engine, 3, LONG)
         assert not await engine.reset_prefix_cache()
         assert await engine.reset_prefix_cache(reset_running_requests=True)
-        for i, answer in enumerate(await asyncio.gather(*tasks)):
-            assert answer.token_ids == alone([i, i + 1, 7], 60, 97)
+        await answer_as_if_alone(tasks)
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -259,7 +247,7 @@ def test_a_full_queue_refuses_while_a_step_runs(runner, monkeypatch):
     engine = AsyncLLM("model")
 
     async def main() -> float:
-        tasks = await started(engine, 4)
+        tasks = await started(engine, 4, LONG)
         tasks += [asyncio.create_task(last(engine, [i], SHORT)) for i in (50, 51)]
         await until(lambda: engine.stats().num_waiting == 2)
         runner.seconds = 1.0
@@ -328,7 +316,7 @@ def test_a_request_counts_as_queued_before_it_is_added(runner, monkeypatch, leav
         monkeypatch.setattr(engine, "_wait_for_programs", compiled)
         first = asyncio.create_task(last(engine, early, SHORT))
         await asyncio.sleep(0.05)
-        tasks = await started(engine, 4)  # all rows
+        tasks = await started(engine, 4, LONG)  # all rows
         with pytest.raises(CapacityError, match="max_queued_requests is 1"):
             await last(engine, [60, 61], SHORT)
         if leaves:

@@ -20,7 +20,7 @@ from jpaged.frontend.pausing import UpdateMode, check_version
 from jpaged.models.spec import DecoderSpec, Rope
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.support.random_decoder import random_params
-from tests.support.slow_runner import SlowRunner, until, until_idle
+from tests.support.slow_runner import SlowRunner, last, started, until_idle
 from tests.support.tiny_engine import sampling_programs
 
 LONG = SamplingParams(temperature=0, max_tokens=60)
@@ -53,21 +53,6 @@ def engine(runner: SlowRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asyn
     engine.close()
 
 
-async def last(engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> Any:
-    output = None
-    async for output in engine.generate(prompt, params):  # noqa: B007
-        pass
-    return output.outputs[0]
-
-
-async def started(engine: AsyncLLM, count: int) -> list[asyncio.Task]:
-    """Requests that have generated their first tokens."""
-    before = engine.stats().generated_tokens
-    tasks = [asyncio.create_task(last(engine, [i, i + 1, 7], LONG)) for i in range(count)]
-    await until(lambda: engine.stats().generated_tokens > before + 3 * count)
-    return tasks
-
-
 def run(main: Any) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -75,7 +60,7 @@ def run(main: Any) -> None:
 @pytest.mark.parametrize("mode", ["keep", "recompute", "abort", "wait"])
 def test_running_requests(engine: AsyncLLM, runner: SlowRunner, mode: str):
     async def main() -> None:
-        tasks = await started(engine, 4)
+        tasks = await started(engine, 4, LONG)
         updating = asyncio.create_task(engine.update_weights(1, mode=mode, version="step-1"))
         if mode == "wait":
             await asyncio.sleep(0.01)
@@ -110,7 +95,7 @@ def test_running_requests(engine: AsyncLLM, runner: SlowRunner, mode: str):
 
 def test_a_waiting_update_and_a_pause(engine: AsyncLLM):
     async def main() -> None:
-        tasks = await started(engine, 2)
+        tasks = await started(engine, 2, LONG)
         await engine.pause_generation(mode="keep", clear_cache=False)
         with pytest.raises(RequestError, match="the engine is paused with running requests"):
             await engine.update_weights(1, mode="wait")
@@ -132,7 +117,7 @@ def test_a_waiting_update_and_a_pause(engine: AsyncLLM):
 
 def test_refused_and_failed_updates(engine: AsyncLLM, runner: SlowRunner):
     async def main() -> None:
-        [task] = await started(engine, 1)
+        [task] = await started(engine, 1, LONG)
         with pytest.raises(ModelLoadError, match="embed is missing"):
             await engine.update_weights(-1)
         with pytest.raises(RequestError, match="mode must be one of"):

@@ -226,18 +226,7 @@ def test_an_nnx_module_with_easydel_names(models: Any) -> None:
     from flax import nnx
 
     model, checkpoint = models("qwen1.5")
-    tree = trainer_trees.easydel(checkpoint)
-
-    def module(values: Any) -> Any:
-        if not isinstance(values, dict):
-            return nnx.Param(values)
-        if values.keys() == {str(i) for i in range(len(values))}:
-            return nnx.List([module(values[str(i)]) for i in range(len(values))])
-        made = nnx.Module()
-        for name, value in values.items():
-            setattr(made, name, module(value))
-        return made
-
+    tree, module = trainer_trees.easydel(checkpoint), trainer_trees.nnx_module
     wanted = read_tree(model.spec, tree).params
     for given in (nnx.state(module(tree)), nnx.state(module(tree), nnx.Param).to_pure_dict()):
         jax.tree.map(np.testing.assert_array_equal, read_tree(model.spec, given).params, wanted)

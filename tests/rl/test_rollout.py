@@ -20,7 +20,7 @@ from tests.golden.checkpoints import BY_NAME, random_bits
 from tests.golden.tensor_shapes import tensor_shapes
 from tests.support import trainer_trees
 from tests.support.tiny_engine import sampling_programs
-from tests.support.trainer_trees import Checkpoint
+from tests.support.trainer_trees import Checkpoint, nnx_module
 from tests.support.tunix_values import SIZES, RolloutConfig, Tokenizer
 
 CONFIG = BY_NAME["qwen3"].config
@@ -38,22 +38,10 @@ def tree(seed: int) -> dict[str, Any]:
     return trainer_trees.tunix(Checkpoint(CONFIG, tensors))
 
 
-def module(values: Any) -> Any:
-    """An nnx module with the names of a tree, as tunix's models are."""
-    if not isinstance(values, dict):
-        return nnx.Param(values)
-    if values.keys() == {str(i) for i in range(len(values))}:
-        return nnx.List([module(values[str(i)]) for i in range(len(values))])
-    made = nnx.Module()
-    for name, value in values.items():
-        setattr(made, name, module(value))
-    return made
-
-
 @pytest.fixture(scope="module")
 def tunix() -> Iterator[TunixRollout]:
     with sampling_programs(SamplerVariant.FULL):
-        worker = TunixRollout(module(tree(0)), Tokenizer(), None, RolloutConfig(), config=CONFIG, **SIZES)
+        worker = TunixRollout(nnx_module(tree(0)), Tokenizer(), None, RolloutConfig(), config=CONFIG, **SIZES)
         yield worker
         worker.close()
 
@@ -150,11 +138,11 @@ def test_tunix_generates_and_scores(tunix: TunixRollout) -> None:
 def test_tunix_follows_its_model(tunix: TunixRollout) -> None:
     """After `update_params`, and after a trainer that shares the model has changed it in place."""
     before = tunix.generate(["hello"], RolloutConfig()).tokens[0].tolist()
-    new = nnx.state(module(tree(5)), nnx.Param)
+    new = nnx.state(nnx_module(tree(5)), nnx.Param)
     tunix.update_params(new, (nnx.Param,))
     changed = tunix.generate(["hello"], RolloutConfig()).tokens[0].tolist()
     assert changed != before
-    nnx.update(tunix.model(), nnx.state(module(tree(0)), nnx.Param))
+    nnx.update(tunix.model(), nnx.state(nnx_module(tree(0)), nnx.Param))
     assert tunix.generate(["hello"], RolloutConfig()).tokens[0].tolist() == before
     with pytest.raises(RequestError, match="LoRA parameters must be merged"):
         tunix.update_params(new, (nnx.LoRAParam,))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jpaged import AsyncLLM, RequestOutput
+from jpaged import AsyncLLM, RequestOutput, SamplingParams
 from tests.engine.fake_runner import FakeHandle, FakeRunner
 
 
@@ -33,3 +33,19 @@ async def until(condition: Callable[[], bool]) -> None:
 async def until_idle(engine: AsyncLLM) -> None:
     """Wait until the engine has no requests and no used blocks."""
     await until(lambda: not (engine.stats().num_running or engine.stats().num_waiting or engine.stats().used_blocks))
+
+
+async def last(engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> Any:
+    """The finished answer of a request."""
+    output = None
+    async for output in engine.generate(prompt, params):  # noqa: B007
+        pass
+    return output.outputs[0]
+
+
+async def started(engine: AsyncLLM, count: int, params: SamplingParams) -> list[asyncio.Task]:
+    """Requests that have generated their first tokens."""
+    before = engine.stats().generated_tokens
+    tasks = [asyncio.create_task(last(engine, [i, i + 1, 7], params)) for i in range(count)]
+    await until(lambda: engine.stats().generated_tokens > before + 3 * count)
+    return tasks

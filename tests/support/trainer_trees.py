@@ -224,3 +224,17 @@ _MAXTEXT_SANDWICH = {
     "pre_self_attention_norm": "input_layernorm", "post_self_attention_norm": "post_attention_layernorm",
     "pre_ffw_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+
+
+def nnx_module(values: Any) -> Any:
+    """An nnx module with the names of a tree."""
+    from flax import nnx
+
+    if not isinstance(values, dict):
+        return nnx.Param(values)
+    if values.keys() == {str(i) for i in range(len(values))}:
+        return nnx.List([nnx_module(values[str(i)]) for i in range(len(values))])
+    made = nnx.Module()
+    for name, value in values.items():
+        setattr(made, name, nnx_module(value))
+    return made
