@@ -4,14 +4,14 @@
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from jpaged.models.resharding import resharded
+from jpaged.models.resharding import layout_of, resharded, same_place
 from jpaged.models.spec import Params
 
 
@@ -27,7 +27,7 @@ class LeafSlot:
     @classmethod
     def of(cls, array: jax.Array) -> Self:
         """The slot of an array that an engine uses."""
-        return cls(array.shape, np.dtype(array.dtype), array.sharding, _layout_of(array))
+        return cls(array.shape, np.dtype(array.dtype), array.sharding, layout_of(array))
 
     def fits(self, array: jax.Array) -> bool:
         """True if programs accept the array as it is. A deleted array does not fit."""
@@ -36,23 +36,20 @@ class LeafSlot:
             and array.dtype == self.dtype
             and self.is_here(array.sharding)
             and not array.is_deleted()
-            and _layout_of(array) == self.layout
+            and layout_of(array) == self.layout
         )
 
     def moved(self, array: jax.Array) -> jax.Array:
         """An array of this shape and dtype, on these devices and in this layout. No copy if it fits."""
         if not self.is_here(array.sharding):
             array = resharded(array, self.sharding)
-        if _layout_of(array) != self.layout:  # a copy of its own: JAX cannot change devices and layout at once
+        if layout_of(array) != self.layout:  # a copy of its own: JAX cannot change devices and layout at once
             array = jax.device_put(array, Format(self.layout, self.sharding))
         return array
 
     def is_here(self, sharding: jax.sharding.Sharding) -> bool:
         """True if an array with this sharding has the same numbers on the same devices, in the same memory."""
-        if sharding == self.sharding:
-            return True
-        same_memory = sharding.memory_kind == self.sharding.memory_kind
-        return same_memory and sharding.is_equivalent_to(self.sharding, len(self.shape))
+        return same_place(sharding, self.sharding, len(self.shape))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,10 +69,15 @@ class NewLeaf:
     owned: bool = False
 
 
-def _layout_of(array: Any) -> Any:
-    return array.format.layout
-
-
 def slots_of(params: Params) -> Params:
     """The slot of each array of a tree of weights."""
     return jax.tree.map(LeafSlot.of, params)
+
+
+def find_layer(trees: Sequence[Params], layer: int) -> tuple[int, int] | None:
+    """The stage that has a layer, and the layer's index in it; None: no stage has it. trees: one for each stage."""
+    for stage, tree in enumerate(trees):
+        if layer < len(tree["layers"]):
+            return stage, layer
+        layer -= len(tree["layers"])
+    return None

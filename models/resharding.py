@@ -20,13 +20,21 @@ _LARGE = 1 << 20  # bytes; smaller arrays are exchanged at once
 Bounds = tuple[tuple[int, int], ...]  # start and stop of a part of an array, for each axis
 
 
+def layout_of(leaf: Any) -> Any:
+    """Layout of an array's memory. The types of JAX leave `format` out."""
+    return leaf.format.layout
+
+
+def same_place(one: Sharding, other: Sharding, ndim: int) -> bool:
+    """True if two shardings put the same numbers of an array of `ndim` axes on the same devices, in the same memory."""
+    return one == other or (one.memory_kind == other.memory_kind and one.is_equivalent_to(other, ndim))
+
+
 def is_placed(leaf: Shaped[Array, "..."], sharding: Sharding) -> bool:
     """True if an array can be used with a sharding without a copy: the same parts on the same devices, row by row."""
-    if leaf.sharding != sharding and not (
-        leaf.sharding.memory_kind == sharding.memory_kind and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    ):
+    if not same_place(leaf.sharding, sharding, leaf.ndim):
         return False
-    layout = _layout_of(leaf)
+    layout = layout_of(leaf)
     return layout is None or tuple(layout.major_to_minor) == tuple(range(leaf.ndim))
 
 
@@ -49,10 +57,6 @@ def resharded(leaf: Shaped[Array, "*shape"], sharding: Sharding) -> Shaped[Array
         for device, index in sharding.addressable_devices_indices_map(leaf.shape).items()
     ]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
-
-
-def _layout_of(leaf: Any) -> Any:
-    return leaf.format.layout
 
 
 def has_devices_of(leaf: Shaped[Array, "..."], sharding: Sharding) -> bool:

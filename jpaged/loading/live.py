@@ -12,7 +12,7 @@ from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.models.spec import FLOAT32_LEAVES, DecoderSpec, WeightLayout, param_shapes
 
-_SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # fused leaves, and the leaves that may replace them
 _LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _HEAD_MATRICES = ("q", "k", "v", "o")  # may have an axis of heads and one of head_dim
 _TOP_MATRICES = ("lm_head", "project_in", "project_out")
@@ -92,10 +92,10 @@ def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[s
         if layout.split_qkv and "qkv" in layer:
             qkv = layer.pop("qkv")
             rows = {"q": spec.num_heads * spec.head_dim} | dict.fromkeys("kv", spec.num_kv_heads * spec.head_dim)
-            layer |= {n: jax.ShapeDtypeStruct((rows[n], spec.hidden_size), qkv.dtype) for n in _SPLITS["qkv"]}
+            layer |= {n: jax.ShapeDtypeStruct((rows[n], spec.hidden_size), qkv.dtype) for n in SPLITS["qkv"]}
         if layout.split_gate_up and "gate_up" in layer:
             both = layer.pop("gate_up")
-            layer |= {n: jax.ShapeDtypeStruct(both.shape[1:], both.dtype) for n in _SPLITS["gate_up"]}
+            layer |= {n: jax.ShapeDtypeStruct(both.shape[1:], both.dtype) for n in SPLITS["gate_up"]}
         layers.append({name: turned(name, leaf) for name, leaf in layer.items()})
     return {name: turned(name, leaf) for name, leaf in tree.items() if name != "layers"} | {"layers": tuple(layers)}
 

@@ -12,7 +12,7 @@ import jax
 
 from jpaged.engine.step_plan import ReplacedLeaves
 from jpaged.errors import ModelLoadError
-from jpaged.models.new_leaves import LeafSlot, NewLeaf
+from jpaged.models.new_leaves import LeafSlot, NewLeaf, find_layer
 from jpaged.models.spec import Params
 from jpaged.models.stages import PerStage
 from jpaged.runtime.stage_runner import StageRunner
@@ -53,12 +53,10 @@ def _stages_with(leaf: NewLeaf, slots: Sequence[Params]) -> list[tuple[int, int 
     """The stages that have a leaf, and the index of its layer in the stage."""
     if leaf.layer is None:
         return [(stage, None) for stage, tree in enumerate(slots) if leaf.name in tree]
-    layer = leaf.layer
-    for stage, tree in enumerate(slots):
-        if layer < len(tree["layers"]):
-            return [(stage, layer)]
-        layer -= len(tree["layers"])
-    raise ModelLoadError(f"the weights have a layer {leaf.layer}, which the model does not have")
+    place = find_layer(slots, leaf.layer)
+    if place is None:
+        raise ModelLoadError(f"the weights have a layer {leaf.layer}, which the model does not have")
+    return [place]
 
 
 def _place(tree: Params, layer: int | None) -> dict[str, Any]:

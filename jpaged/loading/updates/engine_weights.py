@@ -14,7 +14,7 @@ from jpaged.models.families.base import Family
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.new_leaves import LeafSlot, NewLeaf
+from jpaged.models.new_leaves import LeafSlot, NewLeaf, find_layer
 from jpaged.models.quantization import LeafPlacer
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 
@@ -52,11 +52,8 @@ class EngineWeights:
         """The `LeafSlot` of a leaf, or a weight of several. None: it is not in the model, or split over stages."""
         if layer is None:
             return self.slots[0].get(name) if len(self.slots) == 1 else None
-        for tree in self.slots:
-            if layer < len(tree["layers"]):
-                return tree["layers"][layer].get(name)
-            layer -= len(tree["layers"])
-        return None
+        place = find_layer(self.slots, layer)
+        return None if place is None else self.slots[place[0]]["layers"][place[1]].get(name)
 
     def fits(self, layer: int | None, name: str, array: Any) -> bool:
         """True if the programs accept an array as a leaf, without a copy, on all stages that have the leaf."""

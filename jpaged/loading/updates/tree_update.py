@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.live import LiveParams, check_live, layout_shapes
+from jpaged.loading.live import SPLITS, LiveParams, check_live, layout_shapes
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.models.new_leaves import LeafSlot, NewLeaf
 from jpaged.models.quantization import LeafPlacer
@@ -24,8 +24,7 @@ from jpaged.models.sharding import SplitWeight
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.models.stages import PerStage, StagedPlacer
 
-_PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-_WHOLE = {part: leaf for leaf, parts in _PARTS.items() for part in parts}
+_WHOLE = {part: leaf for leaf, parts in SPLITS.items() for part in parts}
 
 
 def prepare_tree(weights: Any, engine: EngineWeights, layout: WeightLayout | None = None) -> list[NewLeaf]:
@@ -51,7 +50,7 @@ def _new_leaf(layer: int | None, name: str, live: LiveParams, engine: EngineWeig
 
 def _sources(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The caller's leaves that a leaf of the engine is made of."""
-    names = (name,) if name in given else _PARTS[name] if name in _PARTS else (_WHOLE[name],)
+    names = (name,) if name in given else SPLITS[name] if name in SPLITS else (_WHOLE[name],)
     return {each: given[each] for each in names}
 
 
@@ -115,7 +114,7 @@ def in_layout(leaf: NewLeaf, engine: EngineWeights) -> list[NewLeaf]:
     if engine.layout == WeightLayout():
         return [leaf]
     splits = {"qkv": engine.layout.split_qkv, "gate_up": engine.layout.split_gate_up}
-    names = _PARTS[leaf.name] if splits.get(leaf.name) else (leaf.name,)
+    names = SPLITS[leaf.name] if splits.get(leaf.name) else (leaf.name,)
     if names == (leaf.name,) and leaf.name not in engine.layout.transposed:
         return [leaf]
 
@@ -146,8 +145,8 @@ class LayoutChange:
         upright = {n: leaf.T if n in self.given.transposed else leaf for n, leaf in flat.items()}
         if self.name in upright:
             leaf = upright[self.name]
-        elif self.name in _PARTS:
-            leaf = self._joined([upright[part] for part in _PARTS[self.name]])
+        elif self.name in SPLITS:
+            leaf = self._joined([upright[part] for part in SPLITS[self.name]])
         else:
             leaf = self._part(upright[_WHOLE[self.name]])
         return leaf.T if self.name in self.wanted.transposed else leaf
@@ -159,8 +158,8 @@ class LayoutChange:
         return jnp.concatenate([part.reshape(heads, -1, dim, part.shape[-1]) for part in parts], axis=1)
 
     def _part(self, whole: Shaped[Array, "..."]) -> Shaped[Array, "rows in"]:
-        if self.name in _PARTS["gate_up"]:
-            return whole[_PARTS["gate_up"].index(self.name)]
+        if self.name in SPLITS["gate_up"]:
+            return whole[SPLITS["gate_up"].index(self.name)]
         part = {"q": whole[:, :-2], "k": whole[:, -2], "v": whole[:, -1]}[self.name]
         return part.reshape(-1, whole.shape[-1])
 
