@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.engine.step_plan import NOT_FINITE, NOTHING_ALLOWED, SamplerVariant
 from jpaged.params.sampling import COLUMNS
-from jpaged.runtime.sampling import sampler, vocab_search
+from jpaged.runtime.sampling import draws, sampler, vocab_search
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import NUM_FIELDS, Field, row_values
 from tests.sampling.sampling_oracle import distribution
@@ -123,14 +123,14 @@ def test_draws_follow_the_distribution(options):
 
 @jax.jit
 def drawn(logits, rows):
-    limits = sampler._Limits.of(logits, rows, jnp.ones(len(rows), bool), typical=True)
-    return sampler._draw(logits, jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows)), limits)
+    limits = draws.Limits.of(logits, rows, jnp.ones(len(rows), bool), typical=True)
+    return draws.draw_rows(logits, jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows)), limits)
 
 
 def kept_by(x, *, temperature=1.0, **sampling):
     """Ids that the sampler keeps in each row of x, whose largest is 0. The same for any number of rows in a search."""
     found, ones = [], jnp.ones(len(x))
-    logits = sampler._Logits(
+    logits = draws.Logits(
         jnp.asarray(x), 0 * ones, ones / temperature, vocab_search.block_maxima(jnp.asarray(x), 64), fixed=False, part=1
     )
     for part in (1, len(x)):
@@ -150,7 +150,7 @@ def test_thresholds_keep_exactly_the_right_ids():
     # flat distributions need a search beyond the candidates, steep ones do not
     x = np.concatenate([random_logits(3, scale=scale) for scale in (0.05, 0.5, 3)])
     x -= x.max(axis=1, keepdims=True)
-    for k in (1, 2, 17, sampler.CANDIDATES, sampler.CANDIDATES + 1, 1199):
+    for k in (1, 2, 17, draws.CANDIDATES, draws.CANDIDATES + 1, 1199):
         expected = np.sort(x, axis=1)[:, -k, None]
         np.testing.assert_array_equal(kept_by(x, top_k=k), x >= expected)
     for options in (
