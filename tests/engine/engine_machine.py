@@ -150,6 +150,14 @@ class EngineMachine(RuleBasedStateMachine):
         )  # fmt: skip
         options = EngineOptions(eos_token_id=EOS, enable_prefix_caching=caching, scheduling=scheduling)
         self.engine = self.new_engine(options)
+        add = self.engine.add
+
+        def add_at_a_step(request_group: RequestGroup) -> None:
+            # Not the time of day: the order of the queue must not depend on how fast the machine is.
+            request_group.metrics.arrival_time = len(self.runner.plans) / 64
+            add(request_group)
+
+        self.engine.add = add_at_a_step  # ty: ignore[invalid-assignment]
         self.rules: dict[str, Rules] = {}
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.salts: dict[str, str] = {}
@@ -243,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.asked.keys() - self.ended)))
         (output,) = self.engine.abort([request_id])
-        self.judge(output)
+        self.judge(output, aborted=True)
         params = self.asked[request_id][1]
         several = params.n > 1 or params.use_beam_search  # then some may have ended before
         assert not output.outputs or several or output.outputs[0].finish_reason == "abort"
@@ -330,15 +338,14 @@ class EngineMachine(RuleBasedStateMachine):
             self.end_failed(error)
         else:
             rows = {row for plan in self.runner.plans[before:] for row in plan.rows.tolist()}
+            before_it, self.waits = self.waits, collections.Counter()  # one that is preempted begins again
             for request, preemptions in decodes:
                 schedule = request.schedule
                 waited = schedule.status is RequestStatus.RUNNING and schedule.row not in rows
-                waits = waited and request.metrics.preemptions == preemptions
-                self.waits[request] = self.waits[request] + 1 if waits else 0
+                if waited and request.metrics.preemptions == preemptions:
+                    self.waits[request] = before_it[request] + 1
                 # with stages: until its micro-batch has a turn, and one turn more if it is passed on
                 longest = self.runner.num_stages if self.runner.num_stages > 1 else 0
-                if self.runner.max_drafts:  # its turns come while drafts that are rejected seem to reach its end
-                    longest = 4 * (self.runner.num_stages - 1)
                 assert self.waits[request] <= longest, "a decode waits"
         self.sound()
         if oldest is not None and oldest.schedule.status is RequestStatus.PREEMPTED:
@@ -349,11 +356,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.ended & set(error.request_ids)
         self.ended |= set(error.request_ids)
 
-    def judge(self, output) -> None:
+    def judge(self, output, aborted: bool = False) -> None:
         assert output.request_id not in self.ended
         prompt, params = self.asked[output.request_id]
         if params.use_beam_search:
-            self.judge_beams(output, prompt, params)
+            self.judge_beams(output, prompt, params, aborted)
         else:
             self.judge_samples(output, prompt, params)
         if output.finished:
@@ -363,10 +370,10 @@ class EngineMachine(RuleBasedStateMachine):
         """The weights that compute an answer: (index of the first token, their number)."""
         return ((0, 0),)
 
-    def judge_beams(self, output, prompt, params) -> None:
+    def judge_beams(self, output, prompt, params, aborted) -> None:
         assert output.finished, "beams are not streamed"
-        if output.outputs and output.outputs[0].finish_reason == "abort":
-            return
+        if aborted:
+            return  # the answers so far
         adapter = self.adapters.get(output.request_id, 0)
         numbers = self.weights_of(output.request_id, 0)
         if len({number for _, number in numbers}) > 1:

@@ -81,7 +81,7 @@ class WeightsMachine(EngineMachine):
         """The fourth way: running requests end."""
         self.flush()
         for output in self.engine.abort(sorted(self.asked.keys() - self.ended)):
-            self.judge(output)
+            self.judge(output, aborted=True)
         self.replace_weights(False)
         self.runner.oldest_kv = self.runner.weights
 
@@ -152,8 +152,8 @@ class WeightsMachine(EngineMachine):
             assert self.runner.problem in str(error) or not self.engine.has_work
             self.ended |= set(error.request_ids)
 
-    def judge(self, output: RequestOutput) -> None:
-        super().judge(output)
+    def judge(self, output: RequestOutput, aborted: bool = False) -> None:
+        super().judge(output, aborted)
         params = self.asked[output.request_id][1]
         for answer in output.outputs:
             changes = tuple((first, self.labels[version]) for first, version in answer.weight_changes)

@@ -52,16 +52,22 @@ def llm(params: Any) -> Iterator[LLM]:
 
 
 @pytest.mark.slow
-def test_the_documented_example_runs(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
-    """The example of docs/live_arrays.md, which uses the demo model's weights, agrees with the demo model."""
+def test_the_documented_examples_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    """The examples of docs/live_arrays.md: weights of the demo model agree with it, and an answer changes weights."""
     text = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "live_arrays.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "example.py").write_text(code, "utf-8")
-    runpy.run_path(str(tmp_path / "example.py"))
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed = []
+    for number, code in enumerate(examples):
+        path = tmp_path / f"example{number}.py"
+        path.write_text(code, "utf-8")
+        runpy.run_path(str(path))
+        printed.append(capsys.readouterr().out)
     with LLM("demo", dtype="float32", max_num_seqs=8, max_num_batched_tokens=32) as demo:
         greedy = SamplingParams(temperature=0, max_tokens=16)
         (output,) = demo.generate("def main():", greedy, use_tqdm=False)
-    assert f"def main(): {output.outputs[0].text}\n" in capsys.readouterr().out
+    arrays, updates = printed
+    assert f"def main(): {output.outputs[0].text}\n" in arrays
+    assert re.fullmatch(r"\(\(0, 0\), \(\d+, 'step-1'\)\)", updates.splitlines()[-1])
 
 
 def test_errors_of_live_arrays(params: Any):
