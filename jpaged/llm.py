@@ -396,9 +396,10 @@ class LLM(EngineAccess):
         layout:  of a tree, as for `LLM`.
 
         KV of the old weights is not reused. LoRA adapters stay. Raises ModelLoadError for weights that do not fit, and
-        RequestError for a bad argument, before anything is replaced. Raises EngineError while the weights sleep, and
-        with several processes. After an error in the middle, such as an iterator that ends early, requests are refused
-        until an update succeeds. They are also refused after the caller has deleted (donated) an array.
+        RequestError for a bad argument, before anything is replaced. Raises EngineError while the weights sleep. After
+        an error in the middle, such as an iterator that ends early, requests are refused until an update succeeds. They
+        are also refused after the caller has deleted (donated) an array. With several processes, all of them must see
+        a path. Arrays are this process's, and each other process is sent its part.
         """
         # An interrupt after the last leaf would leave KV of the old weights, or another engine with the old weights.
         with self._exclusive("update_weights"), DeferredInterrupt() as interrupt:

@@ -10,7 +10,7 @@ like the mesh are used by reference (`resharding`).
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from jpaged.errors import ModelLoadError
 from jpaged.models.padding import pad_leaf, padded_shape
 from jpaged.models.quantization import LeafPlacer, Quantizer, Scheme
-from jpaged.models.resharding import has_devices_of, on_auto_mesh, on_host, resharded
+from jpaged.models.resharding import Bounds, has_devices_of, on_auto_mesh, on_host, resharded
 from jpaged.models.sharding import Shards, SplitWeight, sharding_on, split_axis, splits_inputs
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from pallas_kernels import QuantizedWeight
@@ -94,6 +94,17 @@ class ShardedQuantizer(LeafPlacer):
     def scheme_of_leaf(self, name: str, shape: tuple[int, ...]) -> Scheme | None:
         """Scheme for a device's part of the leaf `name`; None if it keeps its dtype. shape: of the whole leaf."""
         return self.quantizer.scheme_of_leaf(name, self._local(name, padded_shape(name, shape, self.spec, self.shards)))
+
+    def needed(self, name: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> Bounds:
+        """The part of a dense leaf that devices of the mesh need, for each axis. All of it if the leaf is padded."""
+        if padded_shape(name, shape, self.spec, self.shards) == shape:
+            axis = split_axis(name, len(shape), self.shards, self.spec)
+            indices = sharding_on(self.mesh, axis).devices_indices_map(shape)
+            parts = [
+                [one.indices(size)[:2] for one, size in zip(indices[device], shape, strict=True)] for device in devices
+            ]
+            return tuple((min(a for a, _ in each), max(b for _, b in each)) for each in zip(*parts, strict=True))
+        return tuple((0, size) for size in shape)
 
     def _is_cut(self, name: str) -> bool:
         """True if a dense leaf becomes a SplitWeight."""

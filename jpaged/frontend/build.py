@@ -102,7 +102,7 @@ def build_engine(
         raise
     from jpaged.frontend.weight_updates import WeightUpdater
 
-    updater = WeightUpdater(loaded, config, runners)
+    updater = WeightUpdater(loaded, config, runners, prepared.group)
     return BuiltEngine(
         engines[0], config, loaded.spec, loaded.tokenizer, defaults, tuple(engines[1:]), prepared.adapters, updater
     )
@@ -115,9 +115,11 @@ def run_headless(model: str, options: Mapping[str, Any]) -> int:
     """
     prepared = prepare(model, None, options, layout=None, progress=False, background=False, headless=True)
     assert prepared.group is not None, "a rank above 0 has a group"
+    from jpaged.frontend.group_updates import FollowerUpdates
     from jpaged.runtime.parallel.group_runner import follow
 
-    return follow(prepared.runner, prepared.group)
+    runner, group = prepared.runner, prepared.group
+    return follow(runner, group, FollowerUpdates(prepared.loaded, prepared.config, runner, group).commands())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,7 +240,8 @@ def _join(config: EngineConfig, params: Any) -> "ProcessGroup | None":
     if config.nnodes == 1:
         return None
     if params is not None:
-        raise RequestError("nnodes", config.nnodes, "must be 1 with live arrays: leave it out, or load a checkpoint")
+        known = "must be 1 with live arrays: load a checkpoint, then call update_weights with them"
+        raise RequestError("nnodes", config.nnodes, known)
     from jpaged.loading import checkpoint_fingerprint
     from jpaged.runtime.parallel.process_group import ProcessGroup
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jpaged.config import EngineConfig
-from jpaged.errors import EngineError
+from jpaged.frontend.group_updates import LeaderUpdates
 from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.loading import LoadedModel
 from jpaged.loading.updates import EngineWeights, copies, prepare
@@ -18,6 +18,7 @@ from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.spec import WeightLayout
 
 if TYPE_CHECKING:
+    from jpaged.runtime.parallel.process_group import ProcessGroup
     from jpaged.runtime.runner import ModelRunner
 
 Leaves = Callable[[], Iterable[NewLeaf]]
@@ -26,12 +27,16 @@ Leaves = Callable[[], Iterable[NewLeaf]]
 class WeightUpdater:
     """Prepares updates for all engines of one `LLM` or `AsyncLLM`."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, runners: "Sequence[ModelRunner]"):
-        """loaded: its params are not kept. runners: of the engines."""
-        self._config, self._runners = config, runners
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, runners: "Sequence[ModelRunner]",
+        group: "ProcessGroup | None" = None,
+    ):  # fmt: skip
+        """loaded: its params are not kept. runners: of the engines. group: other processes of the one engine."""
+        self._runners = runners
         engine = EngineWeights.of(loaded, config, runners[0].weight_slots, runners[0].first_device)
         shared = any(runner.first_device == engine.device for runner in runners[1:])
         self._engine = dataclasses.replace(engine, shared=shared)
+        self._group = None if group is None else LeaderUpdates(self._engine, group)
 
     def prepare(self, weights: Any, layout: WeightLayout | None) -> list[Leaves]:
         """Check new weights. Returns for each engine a function that returns its leaves, to be called in this order.
@@ -39,12 +44,9 @@ class WeightUpdater:
         The first engine gets the caller's weights. The others get its arrays, or copies on their own devices.
         Raises ModelLoadError and RequestError before anything is replaced.
         """
-        if self._config.nnodes > 1:
-            raise EngineError(
-                f"update_weights: the engine has {self._config.nnodes} processes, which do not share the caller's "
-                "arrays: start all processes again, or use an engine of one process"
-            )
         refuse_tracing(*(jax.tree.leaves(weights) if isinstance(weights, Mapping) else ()))
+        if self._group is not None:
+            return [self._group.prepare(weights, layout)]
         first = prepare(weights, self._engine, layout)
         return [first, *(self._copies_for(runner) for runner in self._runners[1:])]
 

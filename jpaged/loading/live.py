@@ -79,6 +79,16 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     return LiveParams(checked, found, dtype)
 
 
+def refuse_remote(array: Any, name: str = "an array") -> None:
+    """Raise ModelLoadError for an array with parts in other processes. name: in the message."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        raise ModelLoadError(
+            f"{name} {list(array.shape)} has parts in other processes: live arrays must be on this process's devices. "
+            "Gather them first, for example with jax.experimental.multihost_utils.process_allgather(params, "
+            "tiled=True), or save a checkpoint and pass its path"
+        )
+
+
 def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[str, Any]:
     """Return `param_shapes` in the given layout: a tree of ShapeDtypeStructs."""
     tree = param_shapes(spec, dtype)

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.loading.live import refuse_remote
 from jpaged.models.quantization import LeafPlacer, Quantizer
 from jpaged.models.shard_weights import ShardedQuantizer
 from jpaged.models.sharding import WHOLE, find_devices, make_mesh
@@ -44,11 +45,7 @@ def devices_of_arrays(params: Params, config: EngineConfig) -> list[jax.Device] 
     """
     leaves = jax.tree.leaves(params)
     for leaf in leaves:
-        if not leaf.is_fully_addressable:
-            raise ModelLoadError(
-                f"an array {list(leaf.shape)} has parts in other processes: live arrays must be on this process's "
-                "devices"
-            )
+        refuse_remote(leaf)
     needed = config.devices_per_engine
     several = [leaf for leaf in leaves if len(leaf.sharding.device_set) > 1]
     found = {device for leaf in several or leaves for device in leaf.sharding.device_set}

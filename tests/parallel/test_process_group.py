@@ -11,7 +11,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import RowExtras, RowMask, SamplerVariant, StepPlan
-from jpaged.errors import ModelLoadError
+from jpaged.errors import EngineError, ModelLoadError
 from jpaged.runtime.parallel.process_group import Channel, ProcessGroup, _connect, _gather, _listening, facts_of
 from tests.support.row_inits import make_row
 
@@ -156,6 +156,31 @@ def test_something_else_on_the_port_is_ignored(config):
         [channels] = leader.result()
     channels[0].send("close")
     assert follower.receive(5) == ("close",)
+
+
+def test_nodes_answer_the_questions_of_node_0(config):
+    """Two threads ask, and answers come in another order than the questions."""
+    channels, *others = meet(config, *ranks(config, 3))
+    groups = [ProcessGroup(0, 3, channels), *(ProcessGroup(rank, 3, [each]) for rank, each in enumerate(others, 1))]
+    groups[0].watch()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(lambda what=what: groups[0].ask("do", what).problem()) for what in ("this", "that")]
+        for group in groups[1:]:
+            for _, number, what in reversed([group.channels[0].receive(5) for _ in asked]):
+                group.answer(number, f"not {what}" if group.rank == 2 else "")
+        assert [one.result(5) for one in asked] == ["node 2: not this", "node 2: not that"]
+        question = groups[0].ask("do", "more")
+        assert not question.early_problem()
+        groups[1].answer(groups[1].channels[0].receive(5)[1], "wrong")
+        while not question.early_problem():
+            time.sleep(0.001)
+        assert question.early_problem() == "node 1: wrong"
+        waiting = threads.submit(question.problem)
+        for group in groups[1:]:
+            group.closing = True
+        groups[0].close()
+        with pytest.raises(EngineError, match="the engine is closed"):
+            waiting.result(5)
 
 
 class _Harmful:

@@ -36,6 +36,7 @@ ALLOWED = {
         "jpaged.frontend", "jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models",
     },
     "jpaged.frontend.weight_updates": {"jpaged.frontend", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
+    "jpaged.frontend.group_updates": {"jpaged.frontend", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
     "jpaged.frontend.adapters": {"jpaged.engine", "jpaged.runtime", "jpaged.loading", "jpaged.models"},
     "jpaged.frontend": {"jpaged.engine"},
     "jpaged.diagnosis": {"jpaged.runtime", "pallas_kernels"},

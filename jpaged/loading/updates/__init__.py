@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.loading.live import refuse_remote
 from jpaged.loading.trees import is_trainer_tree, refuse_layout
 from jpaged.loading.updates.copies import copies
 from jpaged.loading.updates.engine_weights import EngineWeights
@@ -45,6 +46,9 @@ def prepare(
     Raises ModelLoadError that names the leaf or the tensor, and RequestError for a bad argument. An iterator can only
     be checked while it is read: its leaves raise these errors later.
     """
+    if isinstance(weights, Mapping):
+        for array in jax.tree.leaves(weights):
+            refuse_remote(array)
     if is_trainer_tree(weights):
         refuse_layout(layout)
         of_trainer = prepare_trainer(weights, engine)

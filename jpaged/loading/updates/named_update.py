@@ -15,6 +15,7 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError
 from jpaged.loading.kv_scales import KV_SCALE
+from jpaged.loading.live import refuse_remote
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.tree_update import in_layout
@@ -101,6 +102,7 @@ def check_array(name: object, array: Any) -> None:
         raise ModelLoadError(f"{name} is a {type(array).__name__}: must be a jax or numpy array")
     if isinstance(array, jax.Array) and array.is_deleted():
         raise ModelLoadError(f"{name} has been deleted, for example by donating it to a jitted function")
+    refuse_remote(array, name)
 
 
 def prepare_names(weights: Mapping[str, Any], engine: EngineWeights) -> list[NewLeaf]:

@@ -96,7 +96,7 @@ def placed(name: str, leaf: jax.Array, slot: Any, placer: LeafPlacer) -> Any:
         leaf = leaf if leaf.dtype == dtype else leaf.astype(dtype)
     if isinstance(slot, LeafSlot) and slot.shape != leaf.shape and math.prod(slot.shape) == leaf.size:
         leaf = leaf.reshape(slot.shape)  # an axis of heads, or none
-    if not isinstance(slot, LeafSlot) or slot.shape != leaf.shape:
+    if not isinstance(slot, LeafSlot) or slot.shape != leaf.shape or not slot.sharding.is_fully_addressable:
         return placer(name, leaf)
     return jax.block_until_ready(slot.moved(leaf))
 

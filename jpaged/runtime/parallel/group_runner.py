@@ -7,13 +7,14 @@ its own devices. On the other nodes `follow` runs these calls until node 0 close
 import collections
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jpaged.engine.step_plan import RowMask, StepPlan, StepResult
+from jpaged.engine.step_plan import ReplacedLeaves, RowMask, StepPlan, StepResult
 from jpaged.errors import EngineError
+from jpaged.models.new_leaves import NewLeaf
 from jpaged.runtime.parallel.process_group import ProcessGroup
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.step.result import StepHandle
@@ -61,9 +62,16 @@ class LeaderRunner:
         """Wait for a step. Every node has the result; node 0 alone reads it."""
         return self._runner.collect(handle.handle)
 
-    def update_params(self, leaves: Any) -> Any:
-        """Raise EngineError: weights cannot be sent to other nodes."""
-        raise EngineError(f"update_weights: not possible with {self._group.size} processes; start all nodes again")
+    def update_params(self, leaves: Iterable[NewLeaf]) -> ReplacedLeaves:
+        """Replace the weights of node 0. The leaves (`frontend/group_updates.py`) make the other nodes replace theirs.
+
+        Raises as `ModelRunner.update_params`, and ModelLoadError if another node has failed.
+        """
+        try:
+            return self._runner.update_params(leaves)
+        except BaseException:
+            self._group.send("abandon_weights")
+            raise
 
     @property
     def kv_layout(self) -> str:
@@ -100,8 +108,11 @@ class LeaderRunner:
         self._group.close()
 
 
-def follow(runner: ModelRunner, group: ProcessGroup) -> int:
-    """Run the calls that node 0 sends. Returns 0 when node 0 closes the engine; ends the process if node 0 is lost."""
+def follow(runner: ModelRunner, group: ProcessGroup, commands: Mapping[str, Callable[..., None]]) -> int:
+    """Run the calls that node 0 sends. Returns 0 when node 0 closes the engine; ends the process if node 0 is lost.
+
+    commands: functions of further calls, by name.
+    """
     [leader] = group.channels
     handles: collections.OrderedDict[int, StepHandle] = collections.OrderedDict()
     logger.info("node %d of %d follows node 0", group.rank, group.size)
@@ -128,9 +139,11 @@ def follow(runner: ModelRunner, group: ProcessGroup) -> int:
                 runner.restore(weights=values[0], kv_cache=values[1])
             elif command == "release":
                 runner.release(discard=values[0])
+            elif command in commands:
+                commands[command](*values)
             else:
                 {"stop_profile": runner.stop_profile, "start_profile": runner.start_profile}[command](*values)
         except EngineError as error:
             # node 0 raises the same error, or is stuck in a collective until it hears that this node failed
-            leader.send(str(error))
+            leader.send("failed", str(error))
             raise

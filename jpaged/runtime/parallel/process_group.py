@@ -6,8 +6,10 @@
    and one program runs on all of them.
 3. Node 0 sends every plan to the other nodes (`group_runner`). If a connection ends before `close`, a process is lost.
    Collectives would wait for it for ever, so the remaining processes end with status 1.
+4. Node 0 asks the other nodes about updates of the weights (`Question`).
 
-Messages are pickled. Unpickling accepts only the types of a plan, so a message cannot run code.
+Messages are pickled. Unpickling accepts only the types of a plan, so a message cannot run code. The numbers of arrays
+follow their message as bytes.
 """
 
 import contextlib
@@ -22,13 +24,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import UInt8
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
+from jpaged.runtime.parallel.question import Question, Questions
 from jpaged.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -48,6 +53,7 @@ _ACCEPTED = {
 }  # fmt: skip
 _RETRY_SECONDS = 0.2
 MOST_BYTES = 2**28  # maximum size of a message; a larger one is not from a node
+SLAB_BYTES = 2**26  # of an array, in one piece
 HELLO_SECONDS = 5   # for a new connection to send its rank and `Facts`
 OTHERS_SECONDS = 2  # after a node disagrees: for other nodes to connect, so that they get the differences, too
 SHUTDOWN_SECONDS = 10  # to wait for the other processes when the engine closes
@@ -84,6 +90,18 @@ class Channel:
             raise TimeoutError
         return _Unpickler(io.BytesIO(self._connection.recv_bytes(MOST_BYTES))).load()
 
+    def send_bytes(self, data: UInt8[np.ndarray, " bytes"]) -> None:
+        """Send the bytes of an array. Raises OSError if the other node is lost."""
+        for first in range(0, len(data), SLAB_BYTES):
+            self._connection.send_bytes(memoryview(data[first : first + SLAB_BYTES]))  # ty: ignore[invalid-argument-type]
+
+    def receive_bytes(self, size: int) -> UInt8[np.ndarray, " bytes"]:
+        """The bytes of an array, after its message. Raises EOFError or OSError if the other node is lost."""
+        data, done = np.empty(size, np.uint8), 0
+        while done < size:
+            done += self._connection.recv_bytes_into(data, done)
+        return data
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
@@ -97,6 +115,8 @@ class ProcessGroup:
     size: int
     channels: list[Channel]
     closing: bool = False
+    _sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _questions: Questions = dataclasses.field(default_factory=Questions)
 
     @classmethod
     def join(cls, config: EngineConfig, fingerprint: str) -> "ProcessGroup | None":
@@ -147,15 +167,40 @@ class ProcessGroup:
         self.send("ready")
 
     def send(self, *message: Any) -> None:
-        """Node 0: send a message to every other node."""
-        for rank, channel in enumerate(self.channels, 1):
-            try:
-                channel.send(*message)
-            except OSError:
-                self.lost(f"node {rank}")
+        """Send a message to every other node that this node is connected to. Any thread may call this."""
+        with self._sending:
+            for index, channel in enumerate(self.channels):
+                with self._noticing_loss(index):
+                    channel.send(*message)
+
+    def send_arrays(self, messages: Sequence[tuple[tuple[Any, ...], np.ndarray]]) -> None:
+        """Node 0: send each other node its own message, and the bytes of an array after it. messages: by node."""
+        with self._sending:
+            for index, (channel, (message, array)) in enumerate(zip(self.channels, messages, strict=True)):
+                with self._noticing_loss(index):
+                    channel.send(*message)
+                    channel.send_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+    @contextlib.contextmanager
+    def _noticing_loss(self, index: int) -> Iterator[None]:
+        """End this process if the node of a channel is lost."""
+        try:
+            yield
+        except OSError:
+            self.lost("node 0" if self.rank > 0 else f"node {index + 1}")
+
+    def ask(self, command: str, *values: Any) -> Question:
+        """Node 0: send a command that every other node answers. Needs `watch`. Any thread may call this."""
+        question = self._questions.new(self.size - 1)
+        self.send(command, question.number, *values)
+        return question
+
+    def answer(self, number: int, problem: str) -> None:
+        """Other nodes: answer node 0. number: of the question. problem: "" if there is none."""
+        self.send("answer", number, problem)
 
     def watch(self) -> None:
-        """Node 0: end this process when another is lost. From now on the other nodes send only the texts of errors."""
+        """Node 0: end this process when another is lost. From now on the other nodes send only answers and failures."""
         for rank, channel in enumerate(self.channels, 1):
             threading.Thread(target=self._watch, args=(rank, channel), name=f"jpaged-node-{rank}", daemon=True).start()
 
@@ -163,7 +208,11 @@ class ProcessGroup:
         why = ""
         try:
             while True:
-                why = str(channel.receive()[0])
+                kind, *values = channel.receive()
+                if kind == "answer":
+                    self._questions.note(rank, *values)
+                else:
+                    why = str(values[0])
         except (EOFError, OSError, pickle.UnpicklingError):
             self.lost(f"node {rank}", why)
 
@@ -191,6 +240,7 @@ class ProcessGroup:
         if self.closing:
             return
         self.closing = True
+        self._questions.close()
         for channel in self.channels:
             with contextlib.suppress(OSError):
                 if self.rank == 0:
