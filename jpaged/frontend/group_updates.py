@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from jpaged.config import EngineConfig
 from jpaged.errors import JPagedError, ModelLoadError
 from jpaged.loading import LoadedModel, checkpoint_fingerprint
-from jpaged.loading.updates import EngineWeights, prepare
+from jpaged.loading.updates import EngineWeights, prepare, sample
 from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.shard_weights import ShardedQuantizer
 from jpaged.models.spec import WeightLayout
@@ -78,7 +78,11 @@ class LeaderUpdates:
 
     def _check(self, path: str) -> None:
         """Raise ModelLoadError if another node has other files, or none."""
-        _refuse(self._group.ask(CHECK, path, _fingerprint(self._engine.config, path)).problem())
+        try:
+            fingerprint = _fingerprint(self._engine.config, path)
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        _refuse(self._group.ask(CHECK, path, fingerprint).problem())
 
 
 class FollowerUpdates:
@@ -134,8 +138,9 @@ class FollowerUpdates:
 
 
 def _fingerprint(config: EngineConfig, path: str) -> str:
-    """The fingerprint of the files of a path; see `checkpoint_fingerprint`."""
-    return checkpoint_fingerprint(dataclasses.replace(config, model=path, load_format="auto", revision=None))
+    """Names and sizes of the files of a path, and a sample of their weights. An old copy has the same sizes."""
+    files = checkpoint_fingerprint(dataclasses.replace(config, model=path, load_format="auto", revision=None))
+    return f"{files} {sample(path)}"
 
 
 def _refuse(problem: str) -> None:

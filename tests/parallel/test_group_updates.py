@@ -28,6 +28,8 @@ def write_folders(folder: pathlib.Path) -> None:
     write_checkpoint(BY_NAME["qwen2"], 0, folder / "other")
     for copy in ("node0/alone", "node0/different", "node1/different"):
         shutil.copytree(folder / "new", folder / copy)
+    shutil.copytree(folder / "new", folder / "node0/stale")
+    shutil.copytree(folder / "old", folder / "node1/stale")
     with folder.joinpath("node1/different/config.json").open("a") as config:
         config.write("\n")
 
@@ -118,6 +120,7 @@ def check_refused(told: dict[str, dict], old: list[int], folder: pathlib.Path) -
     refused = {
         "path alone": f"node 1: {HERE}/alone: there is no such file or folder",
         "path different": f"node 1: {HERE}/different has other files than on node 0",
+        "path stale": f"node 1: {HERE}/stale has other files than on node 0",
         "path other": f"{folder}/other: the weights are of another model",
         "path none": f"{folder}/none: there is no such file or folder",
         "spread tree": "has parts in other processes",

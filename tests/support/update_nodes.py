@@ -107,8 +107,10 @@ class Leader:
         tree = load_model(EngineConfig(model=str(new), dtype="float32")).params
         tell("start", answer=await self.answer(PROMPTS[0]))
         # refused: the old weights serve
-        for path in (f"{HERE}/alone", f"{HERE}/different", str(self.folder / "other"), str(self.folder / "none")):
-            await self.update(f"path {pathlib.Path(path).name}", path)
+        for name in ("alone", "different", "stale"):
+            await self.update(f"path {name}", f"{HERE}/{name}")
+        for name in ("other", "none"):
+            await self.update(f"path {name}", str(self.folder / name))
         mesh = Mesh(np.array(jax.devices()), ("all",))
         spread = jax.make_array_from_callback((2,), NamedSharding(mesh, PartitionSpec("all")), lambda _: np.ones(1))
         await self.update("spread tree", tree | {"final_norm": spread})

@@ -24,13 +24,13 @@ from jpaged.loading.trees import is_trainer_tree, refuse_layout
 from jpaged.loading.updates.copies import copies
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.named_update import prepare_iterator, prepare_names
-from jpaged.loading.updates.stored_update import prepare_path
+from jpaged.loading.updates.stored_update import prepare_path, sample
 from jpaged.loading.updates.trainer_update import prepare_trainer
 from jpaged.loading.updates.tree_update import prepare_tree
 from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.spec import WeightLayout
 
-__all__ = ["EngineWeights", "copies", "prepare"]
+__all__ = ["EngineWeights", "copies", "prepare", "sample"]
 
 
 def prepare(
