@@ -29,7 +29,8 @@ TokenIds: TypeAlias = Sequence[int] | Int[np.ndarray, " _"]
 class Rollout:
     """Generates and scores with a trainer's weights. Use it in a `with` block, or call `close`.
 
-    config: Hugging Face config, its dictionary, a folder or hub id, or a DecoderSpec.
+    config: Hugging Face config, its dictionary, a folder or hub id, or a DecoderSpec. With nnodes: a folder or hub id,
+        as for the other processes.
     mesh:   `jax.sharding.Mesh` with the engine's devices. None: those of the weights.
     layout: as for `LLM`.
     engine_options: as for `LLM`: tokenizer, max_model_len, max_num_seqs, tensor_parallel_size, ...
@@ -71,6 +72,8 @@ class Rollout:
         if self._closed:
             raise EngineError("the rollout is closed")
         update, leaves = None, jax.tree.leaves(params)
+        if self._llm is None and self._options.get("nnodes", 1) > 1:  # the other processes load the folder, too
+            self._llm = LLM(self._config, **self._options)
         if self._llm is None:
             self._llm = LLM(self._config, params=params, layout=self._layout, **self._options)
             if version is not None:

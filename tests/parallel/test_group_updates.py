@@ -160,7 +160,8 @@ def test_two_processes_get_new_weights(tmp_path):
         assert told["start"]["answer"]["ids"] == old != new
         check_refused(told, old, tmp_path)
         check_running(told, one)
-    for name, ids in (("iterator", new), ("old path", old), ("jax arrays", new), ("repaired", old), ("level 2", new)):
+    answers = {"iterator": new, "old path": old, "jax arrays": new, "trainer": new, "repaired": old, "level 2": new}
+    for name, ids in answers.items():
         assert (told[name]["version"], told[name]["references"]) == (name, 0)
         assert told[name]["answer"]["ids"] == ids, name
         assert told[name]["answer"]["changes"] == [[0, name]]

@@ -226,3 +226,25 @@ def test_a_trainers_mesh() -> None:
                     rollouts = rollout.generate(tree(1) if not options else dict(params), PROMPTS, GREEDY, version="a")
                     answers.append([tokens.tolist() for tokens in rollouts.token_ids])
     assert answers == [answers[0]] * 4
+
+
+def test_an_engine_of_several_processes_starts_from_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other processes cannot have the arrays. So the first call updates the weights, as all later ones do."""
+    calls: list[tuple[str, Any]] = []
+
+    class Engine:
+        def __init__(self, model: str, **options: Any):
+            calls.append((model, options))
+
+        def update_weights(self, params: Any, **_: Any) -> None:
+            calls.append(("update", params))
+
+        def close(self) -> None:
+            calls.append(("close", None))
+
+    monkeypatch.setattr(jpaged.rl.rollout, "LLM", Engine)
+    first, second = {"a.b": np.zeros(1)}, {"a.b": np.zeros(1)}
+    with Rollout("folder", nnodes=2) as rollout:
+        for params in (first, first, second):
+            rollout.update(params)
+    assert calls == [("folder", {"nnodes": 2}), ("update", first), ("update", second), ("close", None)]

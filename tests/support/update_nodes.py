@@ -27,6 +27,7 @@ from jpaged.frontend.build import run_headless
 from jpaged.loading import load_model
 from jpaged.runtime import weight_update
 from tests.support.tiny_engine import sampling_programs
+from tests.support.trainer_trees import Checkpoint, easydel
 
 SIZES = {
     "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 32, "row_buckets": (8,),
@@ -125,6 +126,8 @@ class Leader:
         await self.update("iterator", iter(self.arrays.items()))
         await self.update("old path", old)
         await self.update("jax arrays", {name: jnp.asarray(array) for name, array in self.arrays.items()})
+        config = json.loads(new.joinpath("config.json").read_text())
+        await self.update("trainer", easydel(Checkpoint(config, self.arrays)))
         # errors in the middle
         await self.update("early end", iter(list(self.arrays.items())[:-3]))
         await self.update("repaired", old)
