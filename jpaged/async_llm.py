@@ -10,6 +10,7 @@
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import uuid
@@ -36,9 +37,10 @@ from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
 from jpaged.frontend.watchdog import STALL_SECONDS
 from jpaged.lifetime import close_when_collected, using_device
 from jpaged.lora.request import LoRARequest
-from jpaged.outputs import PoolingRequestOutput, RequestOutput, WeightUpdate, WeightVersion
+from jpaged.outputs import PoolingRequestOutput, RequestOutput, ScoreOutput, WeightUpdate, WeightVersion
 from jpaged.params.pooling import PoolingParams
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
+from jpaged.params.scoring import ScoringParams
 from jpaged.requester import Requester, current_client
 from jpaged.snapshot import EngineSnapshot
 
@@ -129,10 +131,35 @@ class AsyncLLM(EngineAccess):
         outputs = self._outputs(prompt, params, request_id, priority)
         return cast(AsyncGenerator[PoolingRequestOutput[Any], None], outputs)
 
+    async def score(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        num_prompt_tokens: int = 1,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> ScoreOutput:
+        """Return how likely the tokens of a text are, given the tokens before them. As `LLM.score`, for one text.
+
+        request_id, priority, lora_request: as for `generate`. Raises the errors of `generate`, and EngineError if the
+        request was aborted. Cancelling the call aborts the request. An update of the weights meanwhile, with mode
+        'keep' or 'recompute', does not change the tokens that were scored before it.
+        """
+        params = ScoringParams(sampling_params, num_prompt_tokens)
+        outputs = self._outputs(prompt, params, request_id, priority, lora_request=lora_request)
+        async with contextlib.aclosing(outputs):
+            output = cast(RequestOutput, await anext(outputs))  # there is one
+        if output.score is None:
+            reason = output.outputs[0].finish_reason
+            raise EngineError(f"the text was not scored: the request ended with finish_reason {reason!r}")
+        return output.score
+
     async def _outputs(
         self,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | ScoringParams,
         request_id: str | None,
         priority: int,
         refuse_cut: bool = False,
@@ -188,7 +215,7 @@ class AsyncLLM(EngineAccess):
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | ScoringParams,
         priority: int,
         refuse_cut: bool,
         requester: Requester,
@@ -210,7 +237,7 @@ class AsyncLLM(EngineAccess):
     async def _wait_for_programs(self, request_group: RequestGroup, engine_thread: EngineThread) -> None:
         """Wait until the programs of a request are compiled. Other requests continue."""
         sampler = max(request.sampler for request in request_group.requests)
-        scores = any(request.output.prompt_logprobs is not None for request in request_group.requests)
+        scores = any(request.scores_prompt for request in request_group.requests)
         while not engine_thread.runner.can_run(sampler, scores=scores):
             await asyncio.sleep(PROGRAMS_SECONDS)
             engine_thread.commands.check_open()

@@ -1,5 +1,6 @@
 """Log-probabilities of prompts equal those of generation, bit for bit, for any chunk size and after preemption."""
 
+import asyncio
 import dataclasses
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import LLM, SamplingParams
+from jpaged import LLM, AsyncLLM, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import RequestError
 from jpaged.models import decoder
@@ -115,11 +116,16 @@ def test_scoring_only_the_answer(runner):
         assert scored.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
+TEXT = "def area(width, height):\n    return width * height\n"
+DEMO = {
+    "max_model_len": 256, "max_logprobs": 5, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,),
+    "token_buckets": (64,),
+}  # fmt: skip
+
+
 def test_llm_score():
-    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
-    text = "def area(width, height):\n    return width * height\n"
-    greedy = sampling_programs(SamplerVariant.GREEDY)
-    with greedy, LLM("demo", max_model_len=256, max_logprobs=5, **options) as llm:
+    text = TEXT
+    with sampling_programs(SamplerVariant.GREEDY), LLM("demo", **DEMO) as llm:
         good, bad = llm.score([text, text[::-1]], use_tqdm=False)
         assert good.prompt_token_ids == llm.get_tokenizer().encode(text)
         assert len(good.logprobs) == len(good.ranks) == len(good.prompt_token_ids) - 1
@@ -149,3 +155,27 @@ def test_several_answers_score_the_prompt_once(runner, wanted):
     assert output.prompt_logprobs == one.prompt_logprobs
     assert output.outputs[0].token_ids == one.outputs[0].token_ids
     assert engine.stats().prompt_tokens < 2 * len(prompt)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", pytest.param("processed_logprobs", marks=pytest.mark.slow)])
+def test_async_score_equals_score(mode):
+    """Bit for bit, for several texts at a time."""
+    params = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2)
+    asked = [(TEXT * count, one) for count in (1, 5) for one in (None, params)]
+
+    async def scored(engine):
+        return await asyncio.gather(*(engine.score(text, one, num_prompt_tokens=3) for text, one in asked))
+
+    with sampling_programs(SamplerVariant.GREEDY):
+        with LLM("demo", logprobs_mode=mode, **DEMO) as llm:
+            wanted = [llm.score(text, one, num_prompt_tokens=3, use_tqdm=False)[0] for text, one in asked]
+        engine = AsyncLLM("demo", logprobs_mode=mode, **DEMO)
+        try:
+            found = asyncio.run(scored(engine))
+        finally:
+            engine.close()
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.prompt_token_ids, one.num_prompt_tokens) == (other.prompt_token_ids, 3)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        np.testing.assert_array_equal(one.ranks, other.ranks)
+    assert (wanted[0].logprobs.tolist() == wanted[1].logprobs.tolist()) == (mode == "raw_logprobs")

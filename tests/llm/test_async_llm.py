@@ -98,6 +98,37 @@ def test_a_request_waits_for_its_programs_and_no_other_does(runner: FakeRunner, 
     asyncio.run(main())
 
 
+def test_a_score_waits_for_its_program_and_can_be_aborted(runner: FakeRunner, engine: AsyncLLM):
+    """The fake runner scores a token as -token / 10."""
+    exists: set[bool] = {False}
+    runner.can_run = lambda sampler, *, scores: sampler is SamplerVariant.GREEDY and scores in exists
+    text = [4, 9, 5, 8, 96]
+
+    async def main() -> None:
+        scored = asyncio.create_task(engine.score(text, num_prompt_tokens=2))
+        await asyncio.wait_for(collect(engine, [4, 5], GREEDY), 5)
+        assert not scored.done()
+        exists.add(True)
+        score = await asyncio.wait_for(scored, 5)
+        assert (score.prompt_token_ids, score.num_prompt_tokens) == (text, 2)
+        assert score.logprobs.tolist() == [-0.5, -0.8, -9.6]
+        with pytest.raises(RequestError, match="num_prompt_tokens must be at most 5, the tokens of the text, got 6"):
+            await engine.score(text, num_prompt_tokens=6)
+        runner.seconds = 0.05
+        for end in (EngineError, asyncio.CancelledError):
+            task = asyncio.create_task(engine.score([7] * 1500, request_id="long"))
+            await until(lambda: engine.stats().num_running == 1)
+            if end is EngineError:
+                await engine.abort("long")
+            else:
+                task.cancel()
+            with pytest.raises(end, match="'abort'" if end is EngineError else None):
+                await task
+            await until_idle(engine)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["cancel", "close", "abort"])
 def test_a_request_without_a_reader_leaves_the_engine(engine: AsyncLLM, how: str):
     async def main() -> list[RequestOutput]:

@@ -163,7 +163,7 @@ class InputProcessor:
             requests=requests,
             strategy=strategy,
             metrics=metrics,
-            streams=streams and pooling_params is None,
+            streams=streams and pooling_params is None and scoring is None,
             cache_salt=checked.cache_salt,
             grammar=grammar,
             adapter=adapter,
