@@ -132,7 +132,7 @@ class LLM(EngineAccess):
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         num_prompt_tokens: int | Sequence[int] = 1,
         use_tqdm: UseTqdm = True,

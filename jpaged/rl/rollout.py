@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine_arguments import EngineArguments
 from jpaged.errors import EngineError, RequestError
+from jpaged.frontend.progress import UseTqdm
 from jpaged.frontend.prompts import one_each, prompt_list
 from jpaged.llm import LLM
 from jpaged.outputs import ScoreOutput, WeightUpdate
@@ -90,7 +91,7 @@ class Rollout:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         version: int | str | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: UseTqdm = False,
     ) -> Rollouts:
         """Answer prompts with these weights. Each answer has the log-probability of each of its tokens.
 
@@ -105,28 +106,40 @@ class Rollout:
         return Rollouts.of(outputs, self.weight_version)
 
     def score(
-        self, params: Any, prompts: Sequence[TokenIds], answers: Sequence[TokenIds], *,
+        self,
+        params: Any,
+        prompts: Sequence[TokenIds],
+        answers: Sequence[TokenIds],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
         version: int | str | None = None,
-    ) -> list[Float[np.ndarray, " _"]]:  # fmt: skip
+        use_tqdm: UseTqdm = False,
+    ) -> list[Float[np.ndarray, " _"]]:
         """Log-probability of each answer's tokens after its prompt, with these weights. float32, one array an answer.
 
-        prompts, answers: token ids, one prompt for each answer. In float32 on CPU the results equal those of `generate`
-        with the same weights bit for bit.
+        prompts, answers: token ids, one prompt for each answer.
+        sampling_params:  as for `LLM.score`, one for all answers or a list with one each: with processed
+            log-probabilities, those that the answers were sampled with. None: the model's own distribution.
+
+        In float32 on CPU the results equal those of `generate` with the same weights bit for bit.
         """
         for name, texts in (("prompts", prompts), ("answers", answers)):
             if isinstance(texts, str) or any(isinstance(one, (str, int, np.integer)) for one in texts):
                 raise RequestError(name, texts, "must be lists of token ids, one list for each answer")
         if len(prompts) != len(answers):
             raise RequestError("answers", len(answers), f"must be as many as prompts: {len(prompts)}")
+        each = one_each("sampling_params", sampling_params, len(answers))
         self.update(params, version=version)
-        pairs = [(list(map(int, p)), list(map(int, a))) for p, a in zip(prompts, answers, strict=True)]
-        full = [(prompt, answer) for prompt, answer in pairs if answer]  # an empty answer has no token to score
+        asked = [(list(map(int, p)), list(map(int, a)), s) for p, a, s in zip(prompts, answers, each, strict=True)]
+        full = [one for one in asked if one[1]]  # an empty answer has no token to score
         scored: list[ScoreOutput] = []
         if full:
-            texts, counts = [prompt + answer for prompt, answer in full], [len(prompt) for prompt, _ in full]
-            scored = self.llm.score(texts, num_prompt_tokens=counts, use_tqdm=False)
+            scored = self.llm.score(
+                [prompt + answer for prompt, answer, _ in full], [given for *_, given in full],
+                num_prompt_tokens=[len(prompt) for prompt, *_ in full], use_tqdm=use_tqdm,
+            )  # fmt: skip
         scores = iter(scored)
-        return [next(scores).logprobs if answer else np.zeros(0, np.float32) for _, answer in pairs]
+        return [next(scores).logprobs if answer else np.zeros(0, np.float32) for _, answer, _ in asked]
 
     def close(self) -> None:
         """Free the engine and its references to the weights. No effect if it is closed."""

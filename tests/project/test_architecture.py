@@ -45,7 +45,9 @@ ALLOWED = {
     "jpaged.quantizing": {"jpaged.loading", "jpaged.models", "pallas_kernels"},
     "jpaged.llm": {"jpaged.frontend", "jpaged.engine"},
     "jpaged.async_llm": {"jpaged.frontend", "jpaged.engine"},
-    "jpaged.rl": {"jpaged.llm", "jpaged.frontend.prompts", "jpaged.engine.input.input_processor"},
+    "jpaged.rl": {
+        "jpaged.llm", "jpaged.frontend.prompts", "jpaged.frontend.progress", "jpaged.engine.input.input_processor",
+    },
     "jpaged.serving": {"jpaged.llm", "jpaged.async_llm", "jpaged.cli", "jpaged.frontend"},
     "jpaged.cli": {
         "jpaged", "jpaged.llm", "jpaged.async_llm", "jpaged.serving", "jpaged.loading", "jpaged.planning",

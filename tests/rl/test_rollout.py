@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tqdm import tqdm
 
 import jpaged
 from jpaged import EngineError, RequestError, Rollout, SamplingParams
@@ -83,6 +84,36 @@ def test_scores_are_those_of_generation(tunix: TunixRollout) -> None:
         rollout.score(params, PROMPTS, ["a", "b"])
     with pytest.raises(RequestError, match="prompts must be lists of token ids"):
         rollout.score(params, PROMPTS[0], rollouts.token_ids)
+
+
+@pytest.mark.slow
+def test_scores_of_the_sampled_distribution() -> None:
+    """With the parameters of generation, one for each answer. An empty answer has no scores, and shifts no others."""
+    sampled = [
+        SamplingParams(temperature=temperature, top_k=top_k, seed=1, max_tokens=8, ignore_eos=True)
+        for temperature, top_k in ((0.7, 5), (2, 9))
+    ]
+    bars = []
+
+    def bar(*args: Any, **fields: Any) -> Any:
+        bars.append(fields["total"])
+        return tqdm(*args, **fields, disable=True)
+
+    options = SIZES | {"logprobs_mode": "processed_logprobs"}
+    with sampling_programs(SamplerVariant.FULL), Rollout(CONFIG, **options) as rollout:
+        params = tree(2)
+        rollouts = rollout.generate(params, PROMPTS, sampled)
+        prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+        answers = [rollouts.token_ids[0], np.zeros(0, np.int32), rollouts.token_ids[1]]
+        scores = rollout.score(params, prompts, answers, [sampled[0], sampled[0], sampled[1]], use_tqdm=bar)
+        assert [len(score) for score in scores] == [8, 0, 8]
+        assert bars == [2]
+        for score, logprobs in zip(scores[::2], rollouts.logprobs, strict=True):
+            np.testing.assert_allclose(score, logprobs, atol=1e-5)
+        own = rollout.score(params, PROMPTS, rollouts.token_ids)
+        assert all(abs(a - b).max() > 0.1 for a, b in zip(own, rollouts.logprobs, strict=True))
+        with pytest.raises(RequestError, match="sampling_params"):
+            rollout.score(params, PROMPTS, rollouts.token_ids, sampled[:1])
 
 
 @pytest.mark.slow
