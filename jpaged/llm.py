@@ -146,7 +146,7 @@ class LLM(EngineAccess):
             max_model_len - 1 tokens.
         sampling_params:   with logprobs_mode="processed_logprobs" or "processed_logits": the parameters that the answer
             was sampled with, one for all texts or a list with one each. None, and in other modes: the model's own
-            distribution. Structured outputs, a reasoning budget and a beam search are refused.
+            distribution. A beam search is refused.
         num_prompt_tokens: tokens before the first scored one, for all texts or a list with one each. The prefix cache
             supplies the KV of these tokens, but not of the last one.
 

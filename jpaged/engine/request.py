@@ -32,6 +32,7 @@ from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.reasoning_budget import ReasoningBudget
 from jpaged.engine.output.repetition import RepetitionWatch
 from jpaged.engine.output.routed_experts import RoutedTokens
+from jpaged.engine.output.scored_text import ScoredText
 from jpaged.engine.sampling_extras import SamplingExtras
 from jpaged.engine.step_plan import SamplerVariant, Scores
 from jpaged.errors import EngineError, RequestError
@@ -100,6 +101,7 @@ class OutputState:
     logprobs: list[dict[int, Logprob]] | None = None                # None: not requested
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None: not requested
     scores: list[Scores] | None = None                              # of each step's tokens; None: nothing is scored
+    scored_text: ScoredText | None = None  # None: all tokens to score have the same mask
     cumulative_logprob: float | None = None                         # None: not requested
     repetition: RepetitionWatch | None = None
     reasoning_budget: ReasoningBudget | None = None
@@ -238,7 +240,8 @@ class Request:
 
     def mask(self) -> np.ndarray:
         """uint32[words]: ids that may follow the known tokens. Raises RequestError if there are none."""
-        return self._mask(self.token_ids, self.num_output_tokens, self.output.reasoning_budget)
+        output = self.output
+        return self.mask_after(self.token_ids, self.num_output_tokens, output.matcher, output.reasoning_budget)
 
     def draft_masks(self, drafts: Sequence[int], text_of: Callable[[int], bytes]) -> list[np.ndarray]:
         """Masks of the token after the known tokens, and of the tokens after each draft that is allowed.
@@ -253,7 +256,7 @@ class Request:
         try:
             for count, draft in enumerate([*drafts, -1]):
                 try:
-                    masks.append(self._mask(tail, self.num_output_tokens + count, budget))
+                    masks.append(self.mask_after(tail, self.num_output_tokens + count, matcher, budget))
                 except RequestError:
                     if not count:
                         raise
@@ -274,11 +277,17 @@ class Request:
                 matcher.rollback(accepted)
         return masks
 
-    def _mask(self, token_ids: Sequence[int], num_output_tokens: int, budget: ReasoningBudget | None) -> np.ndarray:
-        """`mask` after the last of `token_ids`, with the state of the matcher and of `budget` there."""
+    def mask_after(
+        self,
+        token_ids: Sequence[int],
+        num_output_tokens: int,
+        matcher: GrammarMatcher | None,
+        budget: ReasoningBudget | None,
+    ) -> np.ndarray:
+        """`mask` after the last of `token_ids`, with the state of `matcher` and of `budget` there."""
         if self.extras is None:
             raise EngineError(f"request {self.request_id} has no mask")
-        words, matcher = self.extras.mask(token_ids, num_output_tokens), self.output.matcher
+        words = self.extras.mask(token_ids, num_output_tokens)
         if budget is not None and (forced := budget.forced) is not None:
             only = np.zeros_like(words)
             only[forced // 32] = np.uint32(1 << forced % 32)

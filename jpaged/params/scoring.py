@@ -12,10 +12,8 @@ from jpaged.params.sampling import SamplingParams
 APPLIED = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "min_tokens",
-    "stop_token_ids", "ignore_eos",
+    "stop_token_ids", "ignore_eos", "structured_outputs", "reasoning_tags", "thinking_token_budget",
 )  # fmt: skip
-# Parameters that `score` does not apply.
-REFUSED = ("use_beam_search", "structured_outputs", "thinking_token_budget")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +46,8 @@ class ScoringParams:
         }  # fmt: skip
         if given is None or not processed:
             return SamplingParams(temperature=0, **fixed)
-        for name in REFUSED:
-            if getattr(given, name) != getattr(SamplingParams, name):
-                accepted = "is not applied by score with processed log-probabilities: leave it out"
-                raise RequestError(name, getattr(given, name), accepted)
+        if given.use_beam_search:
+            accepted = "is not applied by score with processed log-probabilities: leave it out"
+            raise RequestError("use_beam_search", True, accepted)
         applied = {name: getattr(given, name) for name in APPLIED}
         return SamplingParams(**applied, **fixed)

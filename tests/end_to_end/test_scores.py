@@ -142,19 +142,70 @@ def test_drafts(mode):
     runner.close()
 
 
-def test_bad_words_of_several_tokens():
-    """They are not drawn after their other tokens. The demo model has a tokenizer."""
+@pytest.fixture(scope="module")
+def demo():
+    """The demo model, which has a tokenizer."""
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,)}
     with (
         sampling_programs(SamplerVariant.FULL),
         LLM("demo", logprobs_mode="processed_logprobs", max_model_len=256, **options) as llm,
     ):
-        prompt = llm.get_tokenizer().encode("def area(width, height):\n    return ")
-        params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=120, ignore_eos=True, logprobs=0)
-        banned = dataclasses.replace(params, bad_words=["self.", "os.", ")"])
-        [answer] = llm.generate([prompt], banned, use_tqdm=False)[0].outputs
-        values = [entry[token_id].logprob for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
-        text = prompt + answer.token_ids
-        same, other = (llm.score([text], one, num_prompt_tokens=len(prompt))[0].logprobs for one in (banned, params))
-        assert same.tolist() == values
-        assert other.tolist() != values
+        yield llm
+
+
+CODE = "def area(width, height):\n    return "
+DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=120, ignore_eos=True, logprobs=0)
+OBJECT = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "value": {"type": "integer"}}}
+CHANGING = {
+    "bad words": {"bad_words": ["self.", "os.", ")"]},  # not drawn after their other tokens
+    "schema": {"structured_outputs": {"json": OBJECT | {"required": ["name", "value"]}}},
+    "schema, then an end token": {"structured_outputs": {"json": OBJECT}, "ignore_eos": False},
+    "regex": {"structured_outputs": {"regex": r"[a-c]{2,9}-\d+"}, "repetition_penalty": 1.3},
+    "choice": {"structured_outputs": {"choice": ["width * height", "height"]}},
+    "budget": {"reasoning_tags": ("return", "height"), "thinking_token_budget": 4},  # the prompt opens the reasoning
+    "grammar after reasoning": {
+        "reasoning_tags": ("return", "height"), "thinking_token_budget": 9,
+        "structured_outputs": {"regex": "[a-c]{2,9}"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", CHANGING.values(), ids=CHANGING)
+def test_masks_that_change_with_every_token(demo, fields):
+    """With the prefix cache, which has the prompt, and without. The demo model's chunks have 64 tokens."""
+    params = dataclasses.replace(DRAWN, n=3, **fields)
+    [output] = demo.generate(CODE, params, use_tqdm=False)
+    prompt = output.prompt_token_ids
+    values = [
+        [entry[token_id].logprob for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
+        for answer in output.outputs
+    ]
+    texts = [prompt + answer.token_ids for answer in output.outputs]
+
+    def scores(params):
+        scored = demo.score(texts, params, num_prompt_tokens=len(prompt), use_tqdm=False)
+        return [one.logprobs.tolist() for one in scored]
+
+    assert scores(params) == values
+    demo.reset_prefix_cache()
+    assert scores(params) == values
+    assert all(a != b for a, b in zip(scores(DRAWN), values, strict=True))
+
+
+def test_text_that_its_grammar_does_not_allow(demo):
+    """It has the probability 0 from there on. After the end of the grammar only the end token can be drawn."""
+    encode = demo.get_tokenizer().encode
+    params = SamplingParams(temperature=0.7, structured_outputs={"regex": "[a-z]{3}-[0-9]"})
+    prompt, end = encode(CODE), demo.get_tokenizer().eos_token_id
+
+    def score(answer):
+        scored = demo.score([prompt + answer], params, num_prompt_tokens=len(prompt), use_tqdm=False)[0]
+        return scored.logprobs.tolist()
+
+    letter, dash, digit = (encode(text)[-1:] for text in ("a", "-", "7"))
+    inside = score(letter * 3 + dash + digit)
+    assert all(-np.inf < value <= 0 for value in inside)
+    assert score(letter * 3 + dash + digit + [end, end]) == [*inside, 0, -np.inf]
+    assert score(letter * 3 + digit + dash + digit) == [*inside[:3], -np.inf, -np.inf, -np.inf]
+    assert score(letter * 3 + dash + digit + digit + letter) == [*inside, -np.inf, -np.inf]
+    assert all(value > -np.inf for value in score(letter))

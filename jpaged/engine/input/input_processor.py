@@ -186,7 +186,7 @@ class InputProcessor:
 
     def _add_reasoning_and_grammar(self, requests: list[Request], requester: Requester) -> Future[Grammar] | None:
         """Give each request its reasoning budget, and start to compile their grammar."""
-        params, prompt = requests[0].params, requests[0].prompt_token_ids
+        params, prompt = requests[0].params, requests[0].prompt_token_ids[: requests[0].score_from]
         tags = cast(ReasoningTags | None, params.reasoning_tags)
         opened = tags is not None and self._has_opened(tags, prompt, params)
         ended = tags is not None and tags.opened is False

@@ -90,6 +90,8 @@ class OutputProcessor:
             extras, schedule = request.extras, request.schedule
             if not samples or extras is None or schedule.row < 0 or request in step.discarded:
                 continue
+            if request.score_from is not None:
+                continue  # the token that it samples is dropped
             if not extras.follows_tokens and not schedule.mask_pending:
                 continue
             try:

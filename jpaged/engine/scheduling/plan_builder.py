@@ -215,6 +215,8 @@ class PlanBuilder:
             extras = request.extras
             if extras is None or (index >= num_decodes and not samples[index - num_decodes]):
                 continue
+            if request.score_from is not None:
+                continue  # the token that it samples is dropped
             schedule, drafts = request.schedule, selection.num_drafts(request)
             in_flight = schedule.num_in_flight - 1 - drafts  # without the tokens that this step samples
             # A decode's mask on the device is that of its last step. A row that starts has a new one.
@@ -295,11 +297,9 @@ def _score(rows: _PromptRows, request: Request, num_tokens: int, slot: int) -> N
     offset = rows.first + len(rows.prompt_tokens) - first  # from a position to an index among the step's tokens
     unscored = range(max(first, schedule.num_scored - ahead), last)
     scored = [(offset + i, prompt[i + ahead], slot, row) for i in unscored]
-    extras, score_from = request.extras, request.score_from
-    if row >= 0 and extras is not None and score_from is not None and extras.changes_masks:
-        for index, last_token in enumerate(unscored, len(rows.scored)):
-            before = prompt[max(last_token + 1 - extras.lookback, 0) : last_token + 1]
-            rows.score_masks.append(RowMask(row, extras.mask(before, last_token + 1 - score_from), index))
+    if request.output.scored_text is not None:
+        masks = request.output.scored_text.masks(range(unscored.start + 1, unscored.stop + 1))
+        rows.score_masks += (RowMask(row, mask, index) for index, mask in enumerate(masks, len(rows.scored)))
     if scored:
         rows.scored += scored
         rows.scorers.append((request, len(scored)))
