@@ -2,10 +2,12 @@
 
 import contextlib
 import pathlib
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jpaged
 from jpaged import LLM, SamplingParams, StructuredOutputsParams
@@ -242,3 +244,40 @@ def test_new_weights(folders):
                 check_drafts(llm.stats().speculation)
     assert answers[0] == answers[1]
     assert answers[0][0] != answers[0][1]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_new_weights_of_an_engine_with_a_drafter(tmp_path, method):
+    """Answers, and the drafts that are accepted, are those of a fresh engine with the new weights.
+
+    An EAGLE-3 head reads the model's embedding, and the hidden states of its layers.
+    """
+    demo = pathlib.Path(jpaged.__file__).parent / "demo_model"
+    shutil.copytree(demo, tmp_path / "new")
+    tensors = load_file(demo / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name, tensor in tensors.items():
+        if "proj" in name or "embed" in name:
+            tensors[name] = tensor * rng.uniform(0.9, 1.1, tensor.shape).astype(tensor.dtype)
+    save_file(tensors, tmp_path / "new" / "model.safetensors")
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=60, ignore_eos=True, logprobs=0) for t in (0, 0.6, 0)]
+
+    def answers(llm):
+        return bits(generate(llm, CODE, params))
+
+    with LLM(str(tmp_path / "new"), **DEMO) as llm:
+        wanted = answers(llm)
+    with drafting_llm(str(tmp_path / "new"), method, **DEMO) as (llm, _):
+        assert answers(llm) == wanted
+        fresh = llm.stats().speculation
+    with drafting_llm("demo", method, **DEMO) as (llm, _):
+        llm.update_weights(tmp_path / "new")
+        assert answers(llm) == wanted
+        stats = llm.stats().speculation
+        assert (stats.draft_tokens, stats.accepted_tokens) == (fresh.draft_tokens, fresh.accepted_tokens)
+        check_drafts(stats)
+        llm.update_weights(demo)
+        old = answers(llm)
+    with LLM("demo", **DEMO) as llm:
+        assert answers(llm) == old
+    assert all(a != b for a, b in zip(old, wanted, strict=True))

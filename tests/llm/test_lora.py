@@ -198,6 +198,23 @@ def test_answers_stay_the_same_after_sleep(served):
     assert served.answers(prompt, [*NAMES, None]) == before
 
 
+@pytest.mark.slow
+def test_adapters_stay_when_the_weights_are_replaced(served, tmp_path):
+    """Answers are those of a fresh engine with the new weights. With the old weights again, they are the old ones."""
+    prompt, names = list(range(30, 50)), [*NAMES, None]
+    base = served.records["llama"]
+    write_checkpoint(CHECKPOINTS[base.variant.base], base.values["base_seed"] + 1, tmp_path / "new")
+    with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path / "new"), **OPTIONS) as fresh:
+        wanted = Served(fresh, served.records, served.folders).answers(prompt, names)
+    before = served.answers(prompt, names)
+    served.llm.update_weights(tmp_path / "new")
+    assert served.answers(prompt, names) == wanted
+    assert len({tuple(tokens) for tokens, _ in wanted}) > 1
+    assert all(a != b for a, b in zip(before, wanted, strict=True))
+    served.llm.update_weights(Path(served.folders["llama"]).parent / "model")
+    assert served.answers(prompt, names) == before
+
+
 @pytest.mark.parametrize(
     ("request_of", "says"),
     [
