@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
 from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
-from jpaged.engine.engine import Output
+from jpaged.engine.engine import Engine, Output
 from jpaged.engine.input.input_processor import Prompt
 from jpaged.engine.request_group import RequestGroup
 from jpaged.engine_arguments import EngineArguments
@@ -321,6 +321,13 @@ class AsyncLLM(EngineAccess):
         treatment = update_mode(mode)
         leaves = await asyncio.to_thread(self._prepared, weights, layout, version)
         return await asyncio.wrap_future(self._engine_thread.update_weights(leaves, treatment, version))
+
+    def _served(self) -> Sequence[Engine]:
+        threads = zip(self.engines, self._engine_thread.threads, strict=True)
+        return [engine for engine, thread in threads if thread.commands.is_open] or self.engines
+
+    def _is_updating(self, engine: Engine) -> bool:
+        return self._engine_thread.threads[self.engines.index(engine)].is_updating
 
     async def is_paused(self) -> bool:
         """Return True while new requests are held."""

@@ -33,6 +33,7 @@ from jpaged.serving.openai_api.routes_completions import completions, generate
 from jpaged.serving.openai_api.routes_invocations import invocations
 from jpaged.serving.responses import routes as routes_responses
 from jpaged.serving.responses.store import MAX_BYTES, ResponseStore
+from jpaged.serving.schemas.answers import MODEL_INFO_PATHS
 from jpaged.serving.schemas.weights import VERSION_PATHS
 from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import ADMIN, OPEN_PATHS, RequireKey
@@ -78,6 +79,7 @@ ROUTES = [
     Route("/version", routes_service.version),
     Route("/metrics", metrics),
     *(Route(path, routes_weights.weight_version) for path in VERSION_PATHS),
+    *(Route(path, routes_models.model_info) for path in MODEL_INFO_PATHS),
 ]
 
 

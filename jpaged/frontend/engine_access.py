@@ -152,12 +152,21 @@ class EngineAccess:
 
         With data_parallel_size, engines are updated one after another. The version is the last engine's.
         """
-        return self.engines[-1].weight_version
+        return self._served()[-1].weight_version
 
     @property
     def weights_problem(self) -> str | None:
-        """Reason why requests are refused until the next `update_weights`; None: there is none."""
-        return next((problem for each in self.engines if (problem := each.runner.weights_problem())), None)
+        """Reason why requests are refused until the next `update_weights`; None: there is none, or an update runs."""
+        engines = (each for each in self._served() if not self._is_updating(each))
+        return next((problem for each in engines if (problem := each.runner.weights_problem())), None)
+
+    def _served(self) -> Sequence[Engine]:
+        """The engines that have not ended; all of them if all have ended."""
+        return self.engines
+
+    def _is_updating(self, engine: Engine) -> bool:
+        """True while the weights of an engine are replaced, and its requests wait."""
+        return False
 
     def _prepared(self, weights: Any, layout: Any, version: object) -> Sequence[Callable[[], Iterable[Any]]]:
         """Check an update of the weights. Returns for each engine a function that returns its leaves.

@@ -164,6 +164,16 @@ class EngineThread:
         return self._pauses.is_paused
 
     @property
+    def threads(self) -> "tuple[EngineThread, ...]":
+        """Only this thread. `EngineThreads` has several."""
+        return (self,)
+
+    @property
+    def is_updating(self) -> bool:
+        """True while the weights are replaced. Requests wait until the update ends."""
+        return self._updates.is_updating
+
+    @property
     def is_sleeping(self) -> bool:
         """True while a part of the engine's memory is freed."""
         return bool(self._pauses.asleep)

@@ -38,6 +38,8 @@ def check_version(version: object) -> None:
     """Raise RequestError unless `version` can be the version of weights. None: the number of updates so far."""
     if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
         raise RequestError("version", version, "must be an integer or a text")
+    if version == "":
+        raise RequestError("version", version, "must not be empty: leave it out for the number of updates")
     try:
         str(version).encode()  # as in metrics and in names of KV
     except UnicodeEncodeError:

@@ -5,6 +5,9 @@ Owns: the updates that wait until no request runs.
 Never: checks the weights (`frontend/weight_updates.py`).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from jpaged.engine.engine import Engine
 from jpaged.errors import RequestError
 from jpaged.frontend.commands import Update
@@ -56,13 +59,13 @@ class UpdateControl:
         if update.mode is UpdateMode.ABORT:
             self._requests.abort_all()
         self.is_updating = True
+        answer: Callable[[], None]
         try:
-            result = update.work(update.mode is UpdateMode.RECOMPUTE)
-        except Exception as error:  # the caller's: of its arrays, its iterator or its files
-            update.answer.set_exception(error)
-        else:
+            answer = partial(update.answer.set_result, update.work(update.mode is UpdateMode.RECOMPUTE))
             self._pauses.note_new_weights()
-            update.answer.set_result(result)
+        except Exception as error:  # the caller's: of its arrays, its iterator or its files
+            answer = partial(update.answer.set_exception, error)
         finally:
             self._turns.note_idle()
             self.is_updating = False
+        answer()

@@ -4,6 +4,7 @@ Imported late: JAX and all that uses it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from jpaged.config import EngineConfig
 from jpaged.frontend.group_updates import LeaderUpdates
 from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.loading import LoadedModel
-from jpaged.loading.updates import EngineWeights, copies, prepare
+from jpaged.loading.updates import EngineWeights, copies, moved, prepare
 from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.spec import WeightLayout
 
@@ -41,14 +42,19 @@ class WeightUpdater:
     def prepare(self, weights: Any, layout: WeightLayout | None) -> list[Leaves]:
         """Check new weights. Returns for each engine a function that returns its leaves, to be called in this order.
 
-        The first engine gets the caller's weights. The others get its arrays, or copies on their own devices.
-        Raises ModelLoadError and RequestError before anything is replaced.
+        An engine that has ended may be left out. The first engine that is not gets the caller's weights. The others get
+        its arrays, or copies on their own devices. Raises ModelLoadError and RequestError before anything is replaced.
         """
         refuse_tracing(*(jax.tree.leaves(weights) if isinstance(weights, Mapping) else ()))
         if self._group is not None:
             return [self._group.prepare(weights, layout)]
-        first = prepare(weights, self._engine, layout)
-        return [first, *(self._copies_for(runner) for runner in self._runners[1:])]
+        given = prepare(weights, self._engine, layout)
+        updated: list[ModelRunner] = []  # the first engine's that gets new weights
 
-    def _copies_for(self, runner: "ModelRunner") -> Leaves:
-        return lambda: copies(self._runners[0].stage_params, runner.weight_slots)
+        def leaves_of(runner: "ModelRunner") -> Iterable[NewLeaf]:
+            if updated:
+                return copies(updated[0].stage_params, runner.weight_slots)
+            updated.append(runner)
+            return given() if runner is self._runners[0] else moved(given(), runner.weight_slots)
+
+        return [functools.partial(leaves_of, runner) for runner in self._runners]

@@ -149,7 +149,10 @@ OPERATIONS = {
     "/version": Operation(response=answers.Version),
     "/admin/inspect": Operation(response=EngineSnapshot, query=_INSPECT),
     **dict.fromkeys(("/admin/status", "/admin/drain"), Operation(response=answers.ServerStatus)),
-    **dict.fromkeys(("/admin/server_info", "/server_info"), Operation(response=answers.ServerInfo, query=_INFO)),
+    **dict.fromkeys(
+        ("/admin/server_info", "/server_info", "/get_server_info"), Operation(response=answers.ServerInfo, query=_INFO)
+    ),
+    **dict.fromkeys(answers.MODEL_INFO_PATHS, Operation(response=answers.ServedModelInfo)),
     **dict.fromkeys(("/admin/pause", "/pause"), Operation(response=answers.Done, query=_PAUSE)),
     **dict.fromkeys(("/admin/resume", "/resume"), Operation(response=answers.Done)),
     **dict.fromkeys(("/admin/sleep", "/sleep"), Operation(response=answers.Done, query=_SLEEP)),

@@ -42,6 +42,7 @@ def routes(profile_dir: pathlib.Path | None) -> list[BaseRoute]:
         Route(f"{ADMIN}status", status),
         Route(f"{ADMIN}server_info", server_info),
         Route("/server_info", server_info),
+        Route("/get_server_info", server_info),
         Route(f"{ADMIN}drain", drain, methods=["POST", "DELETE"]),
         Route(f"{ADMIN}pause", pause, methods=post),
         Route("/pause", pause, methods=post),

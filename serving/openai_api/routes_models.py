@@ -1,4 +1,7 @@
-"""GET /v1/models and /v1/models/{model}: in OpenAI's shape, or in Anthropic's if the client speaks that API."""
+"""GET /v1/models and /v1/models/{model}: in OpenAI's shape, or in Anthropic's if the client speaks that API.
+
+And SGLang's GET /model_info.
+"""
 
 import datetime
 
@@ -8,7 +11,7 @@ from starlette.responses import Response
 
 from jpaged.errors import RequestError
 from jpaged.serving.adapters.served_adapters import AdapterCard
-from jpaged.serving.schemas.answers import ModelCard, ModelList, ModelPermission
+from jpaged.serving.schemas.answers import ModelCard, ModelList, ModelPermission, ServedModelInfo
 from jpaged.serving.schemas.messages_answers import ModelInfo, ModelInfoList
 from jpaged.serving.server_state import Server
 from jpaged.serving.web.error_responses import speaks_anthropic
@@ -69,11 +72,26 @@ def _info(server: Server, name: str) -> ModelInfo:
     return ModelInfo(id=name, display_name=name, created_at=created, max_input_tokens=server.engine.max_model_len - 1)
 
 
+async def model_info(request: Request) -> Response:
+    """Return the model's path and the version of its weights, as SGLang does."""
+    server: Server = request.app.state.server
+    path = _root(server)
+    tokenizer = None if server.config is None else server.config.tokenizer
+    version, generates = str(server.engine.weight_version), server.engine.pooling is None
+    return _json(ServedModelInfo(
+        model_path=path, tokenizer_path=tokenizer or path, is_generation=generates, weight_version=version
+    ))  # fmt: skip
+
+
+def _root(server: Server) -> str:
+    return server.model_names[0] if server.root is None else server.root
+
+
 def _card(server: Server, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         created=server.created,
-        root=server.model_names[0] if server.root is None else server.root,
+        root=_root(server),
         max_model_len=server.engine.max_model_len,
         permission=[ModelPermission(id=f"modelperm-{name}", created=server.created)],
     )

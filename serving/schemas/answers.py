@@ -432,6 +432,24 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     system_env: dict[str, str]
 
 
+MODEL_INFO_PATHS = ("/model_info", "/get_model_info")  # SGLang's now, and before
+
+
+class ServedModelInfo(msgspec.Struct, kw_only=True):
+    """Response of GET /model_info, with SGLang's names.
+
+    model_path:     folder or hub id of the model, as `root` of /v1/models.
+    is_generation:  False if the model pools.
+    weight_version: as GET /weight_version.
+    """
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    preferred_sampling_params: None = None
+    weight_version: str
+
+
 class Done(msgspec.Struct):
     """Response of an admin route: the new state, such as paused."""
 

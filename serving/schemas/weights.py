@@ -10,7 +10,7 @@ from jpaged.serving.schemas.requests import Int, SizeLimits
 VERSION_PATHS = ("/weight_version", "/get_weight_version", "/weight_info")  # SGLang's now and before, and vLLM's
 
 WeightsPath = Annotated[str, Meta(min_length=1, max_length=4_096)]
-VersionLabel = Annotated[str, Meta(max_length=256)] | Int
+VersionLabel = Annotated[str, Meta(min_length=1, max_length=256)] | Int
 Mode = Literal["wait", "keep", "recompute", "abort"]  # `jpaged.frontend.pausing.UpdateMode`
 
 
@@ -32,6 +32,9 @@ class UpdateFromDiskRequest(SizeLimits, kw_only=True):
         "load_format": ("auto",), "is_async": (False,), "torch_empty_cache": (False, True),
         "recapture_cuda_graph": (False, True), "token_step": (0,), "manifest": (),
     }  # fmt: skip
+
+
+TENSOR_FIELDS = ("names", "dtype_names", "shapes", "ipc_handles", "packed")  # vLLM's, of tensors over NCCL or IPC
 
 
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from jpaged.errors import JPagedError, RequestError
 from jpaged.serving.schemas.weights import (
+    TENSOR_FIELDS,
     UpdateFromDiskRequest,
     UpdateWeightsRequest,
     WeightsUpdated,
@@ -19,6 +20,8 @@ from jpaged.serving.server_state import Server
 from jpaged.serving.web.body import read_body
 from jpaged.serving.web.error_responses import error_body
 from jpaged.serving.weights.served_weights import DoneUpdate, ServedWeights, UpdateOrder
+
+ACCEPTED = 'send one path: {"update_info": {"weights_path": PATH}}, or {"weight_dir": PATH}'
 
 
 def routes() -> list[BaseRoute]:
@@ -59,9 +62,15 @@ async def update_weights_from_disk(request: Request) -> Response:
 async def update_weights(request: Request) -> Response:
     """Replace the weights by those of a checkpoint. Running requests continue, unless `mode` says otherwise."""
     _refuse_arguments(request)
-    body = await read_body(request, UpdateWeightsRequest)
+    try:
+        body = await read_body(request, UpdateWeightsRequest)
+    except RequestError as error:
+        if error.parameter.removeprefix("update_info.") in TENSOR_FIELDS:
+            known = f"tensors over NCCL or IPC are not supported: write a checkpoint, and {ACCEPTED}"
+            raise RequestError(error.parameter, error.value, known) from None
+        raise
     if (body.update_info is None) == (body.weight_dir is None):
-        raise RequestError("update_info", None, 'send one path: "update_info": {"weights_path": ...}, or "weight_dir"')
+        raise RequestError("update_info", None, ACCEPTED)
     field, path = "weight_dir", body.weight_dir
     if body.update_info is not None:
         field, path = "update_info.weights_path", body.update_info.weights_path

@@ -124,10 +124,13 @@ def test_refused_and_failed_updates(engine: AsyncLLM, runner: SlowRunner):
             await engine.update_weights(1, mode="later")
         with pytest.raises(RequestError, match="version must be an integer or a text"):
             await engine.update_weights(1, version=1.5)
+        with pytest.raises(RequestError, match="version must not be empty"):
+            await engine.update_weights(1, version="")
         assert engine.weight_version == 0
         too_many = engine._engine_thread.update_weights([lambda: [1, 1, 1]], UpdateMode.KEEP, None)
         with pytest.raises(ValueError, match="too many values"):  # in the middle
             await asyncio.wrap_future(too_many)
+        assert "half of the weights" in str(engine.weights_problem)
         with pytest.raises(EngineError, match="half of the weights"):
             await task
         with pytest.raises(EngineError, match="half of the weights"):
@@ -170,6 +173,8 @@ def test_live_arrays_of_two_engines():
         assert llm.stats().compiles_after_ready == 0
         with pytest.raises(RequestError, match="a call inside a function that JAX traces"):
             jax.jit(llm.update_weights)(trees[1])
+        with pytest.raises(RequestError, match="weights: the dictionary is empty"):
+            llm.update_weights({})
         with pytest.raises(ModelLoadError, match="all arrays must have one dtype"):
             llm.update_weights(trees[1] | {"final_norm": jnp.ones(64, np.float16)})
         jax.tree.map(lambda leaf: leaf.delete(), trees[0])
@@ -178,9 +183,16 @@ def test_live_arrays_of_two_engines():
         llm.update_weights(trees[1])
         again = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
         assert again == tokens[1]
+        # The first engine has ended: the second one gets the caller's arrays, and not those of the first
+        _, of_second = llm._prepared(random_params(SPEC, 3), None, None)
+        wanted = jax.tree.leaves(random_params(SPEC, 3))
+        llm.engines[1].flush()
+        llm.engines[1].update_weights(of_second())
+        for a, b in zip(jax.tree.leaves(llm.engines[1].runner.params), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
-def test_a_request_during_an_update_waits(engine: AsyncLLM):
+def test_a_request_during_an_update_waits(engine: AsyncLLM, runner: SlowRunner):
     """Half of the new weights are in the engine: that is no reason to refuse it."""
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -193,6 +205,8 @@ def test_a_request_during_an_update_waits(engine: AsyncLLM):
     async def main() -> None:
         updating = engine._engine_thread.update_weights([leaves], UpdateMode.KEEP, None)
         await asyncio.to_thread(begun.wait, 60)
+        assert runner.weights_problem() is not None
+        assert engine.weights_problem is None  # so that a load balancer keeps the server
         late = asyncio.create_task(last(engine, [50, 51], SHORT))
         await asyncio.sleep(0.01)
         assert not late.done()
@@ -227,6 +241,40 @@ def test_updates_of_several_engines_run_one_after_another():
     finally:
         threads.close()
     assert order == ["a0", "a1", "b0", "b1"]
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_an_update_goes_on_without_an_engine_that_has_ended(monkeypatch: pytest.MonkeyPatch, ended: int):
+    """The version, and the reason to refuse requests, are those of the other engine."""
+    engines = Engine(FakeRunner()), Engine(FakeRunner())
+
+    class Updater:
+        def prepare(self, weights: Any, layout: Any) -> list[Any]:
+            return [lambda: [weights, weights]] * 2
+
+    def build(model: Any, params: Any, options: Any, **how: Any) -> BuiltEngine:
+        config = engine_config(model, options)
+        return BuiltEngine(engines[0], config, None, None, SHORT, others=engines[1:], updater=Updater())
+
+    monkeypatch.setattr("jpaged.async_llm.build_engine", build)
+    engine = AsyncLLM("model", data_parallel_size=2, data_parallel_routing="round_robin")
+
+    async def main() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(engines[ended], "step", lambda: 1 / 0)
+            results = [last(engine, [50 + i], SHORT) for i in range(2)]
+            found = await asyncio.gather(*results, return_exceptions=True)
+        assert sum(isinstance(one, EngineError) for one in found) == 1
+        update = await engine.update_weights(1, version="new")
+        assert update.version == engine.weight_version == "new"
+        assert engines[ended].weight_version == 0
+        assert engine.weights_problem is None
+        assert (await last(engine, [60], SHORT)).weight_version == "new"
+
+    try:
+        run(main)
+    finally:
+        engine.close()
 
 
 @pytest.mark.usefixtures("default_sigint")

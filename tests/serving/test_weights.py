@@ -52,7 +52,13 @@ def test_sglangs_body_and_answer(client, engine, folders):
     talk = {"Authorization": "Bearer talk"}
     for name in ("/weight_version", "/get_weight_version", "/weight_info"):
         assert client.get(name, headers=talk).json() == {"weight_version": "step-7"}
-    assert client.get("/server_info").json()["weight_version"] == "step-7"
+    for name in ("/server_info", "/get_server_info"):
+        assert client.get(name).json()["weight_version"] == "step-7"
+    for name in ("/model_info", "/get_model_info"):
+        assert client.get(name, headers=talk).json() == {
+            "model_path": "echo", "tokenizer_path": "echo", "is_generation": True, "preferred_sampling_params": None,
+            "weight_version": "step-7",
+        }  # fmt: skip
     assert client.post("/update_weights_from_disk", json={"model_path": "2.gguf"}).json()["weight_version"] == "1"
     client.post("/pause?mode=keep")
     client.post("/update_weights_from_disk", json={"model_path": "1", "weight_version": 8})
@@ -101,6 +107,7 @@ def test_vllms_body_and_answer(client, engine, folders):
         ({"model_path": ""}, 400, "model_path", "1"),
         ({}, 400, "model_path", "missing required field"),
         ({"model_path": "1", "weight_version": True}, 400, "weight_version", "expected 'int | str | null'"),
+        ({"model_path": "1", "weight_version": ""}, 400, "weight_version", "1"),
         ({"model_path": "1", "mode": "later"}, 400, "mode", "must be"),
         ({"model_path": "1", "mode": "keep", "abort_all_requests": True}, 400, "abort_all_requests", "contradicts"),
         ({"model_path": "1", "load_format": "pt"}, 400, "load_format", "is not supported yet"),
@@ -118,9 +125,14 @@ def test_refused_bodies(client, engine, body, status, param, said):
 def test_refused_by_vllms_route(client, engine):
     for body, param in (
         ({}, "update_info"), ({"update_info": {"weights_path": "1"}, "weight_dir": "1"}, "update_info"),
-        ({"update_info": {"names": []}}, "update_info.names"),
+        ({"update_info": {"weights_path": "1", "more": 1}}, "update_info.more"),
     ):  # fmt: skip
         assert error_of(client.post("/update_weights", json=body), 400)["param"] == param
+    tensors = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "packed": False}
+    for body, param in (({"update_info": tensors}, "update_info.names"), (tensors, "names")):
+        error = error_of(client.post("/update_weights", json=body), 400)
+        assert error["param"] == param
+        assert 'write a checkpoint, and send one path: {"update_info": {"weights_path": PATH}}' in error["message"]
     refused = error_of(client.post("/update_weights", json={"update_info": {"weights_path": "../x"}}), 403)
     assert refused["param"] == "update_info.weights_path"
     assert error_of(client.post("/update_weights?mode=keep", json={"weight_dir": "1"}), 400)["param"] == "mode"

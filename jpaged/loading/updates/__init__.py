@@ -21,7 +21,7 @@ import jax
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.live import refuse_remote
 from jpaged.loading.trees import is_trainer_tree, refuse_layout
-from jpaged.loading.updates.copies import copies
+from jpaged.loading.updates.copies import copies, moved
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.named_update import prepare_iterator, prepare_names
 from jpaged.loading.updates.stored_update import prepare_path, sample
@@ -30,7 +30,7 @@ from jpaged.loading.updates.tree_update import prepare_tree
 from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.spec import WeightLayout
 
-__all__ = ["EngineWeights", "copies", "prepare", "sample"]
+__all__ = ["EngineWeights", "copies", "moved", "prepare", "sample"]
 
 
 def prepare(
@@ -49,6 +49,9 @@ def prepare(
     if isinstance(weights, Mapping):
         for array in jax.tree.leaves(weights):
             refuse_remote(array)
+    if isinstance(weights, Mapping) and not weights:
+        known = "the dictionary is empty: pass a tree of arrays, or all arrays by Hugging Face's names"
+        raise RequestError("weights", "{}", known)
     if is_trainer_tree(weights):
         refuse_layout(layout)
         of_trainer = prepare_trainer(weights, engine)

@@ -1,11 +1,13 @@
 """The weights of one engine for another one, with data parallelism."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jpaged.models.new_leaves import LeafSlot, NewLeaf
+from jpaged.models.new_leaves import LeafSlot, NewLeaf, find_layer
 from jpaged.models.spec import Params
 from jpaged.models.stages import PerStage
 
@@ -44,3 +46,28 @@ def copies(trees: Sequence[Params], slots: Sequence[Params]) -> list[NewLeaf]:
             ]
         first += len(tree["layers"])
     return leaves
+
+
+def moved(leaves: Iterable[NewLeaf], slots: Sequence[Params]) -> Iterator[NewLeaf]:
+    """Leaves that were made for an engine, on the devices of another. slots: a tree for each pipeline stage of it.
+
+    Engines on the same devices share the arrays.
+    """
+
+    def made(leaf: NewLeaf) -> Any:
+        whole = leaf.make()
+        if leaf.layer is None:
+            parts = whole.parts if isinstance(whole, PerStage) else (whole,) * len(slots)
+            of_stages = [
+                jax.tree.map(LeafSlot.moved, tree[leaf.name], part) if leaf.name in tree else None
+                for tree, part in zip(slots, parts, strict=True)
+            ]
+            return jax.block_until_ready(of_stages[0] if len(slots) == 1 else PerStage(tuple(of_stages)))
+        place = find_layer(slots, leaf.layer)
+        if place is None:
+            return whole  # the engine refuses it
+        stage, index = place
+        return jax.block_until_ready(jax.tree.map(LeafSlot.moved, slots[stage]["layers"][index][leaf.name], whole))
+
+    for leaf in leaves:
+        yield dataclasses.replace(leaf, make=functools.partial(made, leaf), owned=False)
