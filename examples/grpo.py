@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import pathlib
 import random
+import sys
 import time
 from typing import Any
 
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--png", type=pathlib.Path, help="draw the reward; needs matplotlib")
     options = parser.parse_args()
 
+    print("loading the demo model; then the first step compiles for 20 s or more", file=sys.stderr)
     model = load_model(EngineConfig(model="demo", dtype="float32"))
     spec, params = model.spec, model.params
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(options.learning_rate, b2=0.95))
@@ -175,11 +177,15 @@ def main() -> None:
         for step in progress:
             tasks = [draw_task(rng) for _ in range(options.prompts)]
             start = time.monotonic()
+            if not step:
+                progress.set_postfix_str("compiling the engine's programs")
             rollouts = rollout.generate(params, [task.prompt for task in tasks], sampling)
             middle = time.monotonic()
             answers = zip(rollouts.prompt_indices, rollouts.texts, rollouts.finish_reasons, strict=True)
             of_step = np.array([tasks[i].reward(text, reason) for i, text, reason in answers])
             rewards.append(float(of_step.mean()))
+            if not step:
+                progress.set_postfix_str("compiling the training step")
             if step + 1 < options.steps:
                 params, state = train_step(params, state, spec, optimiser, batch_of(rollouts, of_step, options.group))
                 jax.block_until_ready(params)
