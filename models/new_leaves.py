@@ -69,6 +69,13 @@ class NewLeaf:
     owned: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewDrafter:
+    """New weights of an MTP layer, which come with those of the model. make: returns the whole tree on the devices."""
+
+    make: Callable[[], Params]
+
+
 def slots_of(params: Params) -> Params:
     """The slot of each array of a tree of weights."""
     return jax.tree.map(LeafSlot.of, params)

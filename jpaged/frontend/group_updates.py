@@ -22,7 +22,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import JPagedError, ModelLoadError
 from jpaged.loading import LoadedModel, checkpoint_fingerprint
 from jpaged.loading.updates import EngineWeights, prepare, sample
-from jpaged.models.new_leaves import NewLeaf
+from jpaged.models.new_leaves import NewDrafter, NewLeaf
 from jpaged.models.shard_weights import ShardedQuantizer
 from jpaged.models.spec import WeightLayout
 from jpaged.runtime.parallel.process_group import ProcessGroup
@@ -54,7 +54,7 @@ class LeaderUpdates:
         """
         if not isinstance(weights, (str, os.PathLike)):
             of_arrays = prepare(weights, dataclasses.replace(self._engine, placer=self._sender), layout)
-            return lambda: self._with_others(of_arrays(), lambda: self._group.ask(RECEIVE))
+            return lambda: self._with_others(_of_model(of_arrays()), lambda: self._group.ask(RECEIVE))
         of_files = prepare(weights, self._engine, layout)
         path = os.path.abspath(Path(weights).expanduser())
         self._check(path)
@@ -63,7 +63,7 @@ class LeaderUpdates:
             self._check(path)
             return self._group.ask(READ, path)
 
-        return lambda: self._with_others(of_files(), begin)
+        return lambda: self._with_others(_of_model(of_files()), begin)
 
     def _with_others(self, leaves: Iterable[NewLeaf], begin: Callable[[], Question]) -> Iterator[NewLeaf]:
         """Yield the leaves, while the other nodes replace theirs. begin: checks, and makes the other nodes begin."""
@@ -109,7 +109,7 @@ class FollowerUpdates:
             raise ModelLoadError(f"{path} has other files than on node 0: copy the same checkpoint to all nodes")
 
     def _read(self, number: int, path: str) -> None:
-        self._answer(number, lambda: self._replace(prepare(path, self._engine)()))
+        self._answer(number, lambda: self._replace(_of_model(prepare(path, self._engine)())))
 
     def _receive(self, number: int) -> None:
         leaves = received_leaves(self._group, self._engine.placer, {CHECK: self._check})
@@ -135,6 +135,13 @@ class FollowerUpdates:
             logger.warning("node %d refuses an update of the weights, or has failed: %s", self._group.rank, problem)
         self._group.answer(number, problem)
         return not problem
+
+
+def _of_model(leaves: Iterable[NewLeaf | NewDrafter]) -> Iterator[NewLeaf]:
+    """The leaves of the model. An engine of several processes replaces no MTP layer: `EngineWeights.mtp` is None."""
+    for leaf in leaves:
+        assert isinstance(leaf, NewLeaf)
+        yield leaf
 
 
 def _fingerprint(config: EngineConfig, path: str) -> str:

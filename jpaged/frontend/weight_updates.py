@@ -14,15 +14,15 @@ from jpaged.config import EngineConfig
 from jpaged.frontend.group_updates import LeaderUpdates
 from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.loading import LoadedModel
-from jpaged.loading.updates import EngineWeights, copies, moved, prepare
-from jpaged.models.new_leaves import NewLeaf
+from jpaged.loading.updates import EngineWeights, MTPLayer, copies, drafter_copy, moved, prepare
+from jpaged.models.new_leaves import NewDrafter, NewLeaf
 from jpaged.models.spec import WeightLayout
 
 if TYPE_CHECKING:
     from jpaged.runtime.parallel.process_group import ProcessGroup
     from jpaged.runtime.runner import ModelRunner
 
-Leaves = Callable[[], Iterable[NewLeaf]]
+Leaves = Callable[[], Iterable[NewLeaf | NewDrafter]]
 
 
 class WeightUpdater:
@@ -36,7 +36,11 @@ class WeightUpdater:
         self._runners = runners
         engine = EngineWeights.of(loaded, config, runners[0].weight_slots, runners[0].first_device)
         shared = any(runner.first_device == engine.device for runner in runners[1:])
-        self._engine = dataclasses.replace(engine, shared=shared)
+        mtp, first = None, runners[0]
+        if group is None and first.drafter_slots is not None:
+            spec, platform = first.drafter_spec, engine.device.platform
+            mtp = MTPLayer.of(loaded, config, spec, first.drafter_slots, engine.slots, platform)
+        self._engine = dataclasses.replace(engine, shared=shared, mtp=mtp)
         self._group = None if group is None else LeaderUpdates(self._engine, group)
 
     def prepare(self, weights: Any, layout: WeightLayout | None) -> list[Leaves]:
@@ -51,10 +55,15 @@ class WeightUpdater:
         given = prepare(weights, self._engine, layout)
         updated: list[ModelRunner] = []  # the first engine's that gets new weights
 
-        def leaves_of(runner: "ModelRunner") -> Iterable[NewLeaf]:
+        def leaves_of(runner: "ModelRunner") -> Iterable[NewLeaf | NewDrafter]:
             if updated:
-                return copies(updated[0].stage_params, runner.weight_slots)
+                tree, slots = updated[0].drafter_params, runner.drafter_slots
+                has_layer = self._engine.mtp is not None and tree is not None and slots is not None
+                drafter = [drafter_copy(tree, slots)] if has_layer else []
+                return [*copies(updated[0].stage_params, runner.weight_slots), *drafter]
             updated.append(runner)
-            return given() if runner is self._runners[0] else moved(given(), runner.weight_slots)
+            if runner is self._runners[0]:
+                return given()
+            return moved(given(), runner.weight_slots, runner.drafter_slots)
 
         return [functools.partial(leaves_of, runner) for runner in self._runners]

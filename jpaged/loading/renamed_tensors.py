@@ -65,6 +65,12 @@ def mtp_tensors(names: Iterable[str], num_layers: int) -> set[str]:
     return found | {name for name, layer in layers.items() if layer in of_mtp}
 
 
+def may_be_of_mtp(name: str, num_layers: int) -> bool:
+    """True if the name alone can be that of a tensor of an MTP layer, next to a model of `num_layers` layers."""
+    match = _LAYER.fullmatch(name)
+    return name.startswith(_MTP) or (match is not None and int(match[1]) >= num_layers)
+
+
 def _has_mtp(names: Container[str], layer: int) -> bool:
     """True if layer `layer` is an MTP layer with DeepSeek's names."""
     return f"model.layers.{layer}.eh_proj.weight" in names

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,8 +23,9 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import BlockMove, DeviceDrafter, ReplacedLeaves, RowMask, StepPlan, StepResult
 from jpaged.errors import EngineError
+from jpaged.models.draft_head import HeadSpec
 from jpaged.models.kv_scales import KVScales
-from jpaged.models.new_leaves import NewLeaf
+from jpaged.models.new_leaves import NewDrafter, NewLeaf
 from jpaged.models.sharding import find_devices, shards_of
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
 from jpaged.models.stages import stages_of
@@ -293,7 +294,7 @@ class ModelRunner(EnginePrograms):
         with pinned(), self._counter.watching(), self._recovering():
             self._last.write_blocks(moves, blocks, contents)
 
-    def update_params(self, leaves: Iterable[NewLeaf]) -> ReplacedLeaves:
+    def update_params(self, leaves: Iterable[NewLeaf | NewDrafter]) -> ReplacedLeaves:
         """Replace all weights, leaf by leaf. No compile. No step may be in flight.
 
         The caller must then call the engine's `note_new_weights`, so that KV of the old weights is not reused. Raises
@@ -303,7 +304,8 @@ class ModelRunner(EnginePrograms):
         """
         if (refusal := self._last.no_update) is not None:
             raise EngineError(refusal)
-        later = iter(leaves)
+        drafters: list[Params] = []
+        later = _of_model(leaves, drafters)
         with pinned():
             first = list(itertools.islice(later, 1))  # errors that come before it leave the old weights
             self._half_updated = True
@@ -311,6 +313,8 @@ class ModelRunner(EnginePrograms):
                 self._drafter.use_target({})
             replaced = replace_leaves(self._stages, itertools.chain(first, later))
         if self._drafter is not None:
+            for tree in drafters:
+                self._drafter.use_new(tree)
             self._drafter.use_target(self._last.params or {})
         self._half_updated = False
         return replaced
@@ -319,6 +323,21 @@ class ModelRunner(EnginePrograms):
     def weight_slots(self) -> list[Params]:
         """The `LeafSlot` of each array of the weights, a tree for each pipeline stage."""
         return [stage.slots for stage in self._stages]
+
+    @property
+    def drafter_spec(self) -> DecoderSpec | HeadSpec | None:
+        """Spec of the drafter on the device; None: there is none."""
+        return None if self._drafter is None else self._drafter.spec
+
+    @property
+    def drafter_slots(self) -> Params | None:
+        """The `LeafSlot` of each array of the drafter; None: there is none."""
+        return None if self._drafter is None else self._drafter.slots
+
+    @property
+    def drafter_params(self) -> Params | None:
+        """Weights of the drafter; None: there are none on the device."""
+        return None if self._drafter is None else self._drafter.params
 
     @property
     def stage_params(self) -> list[Params]:
@@ -454,3 +473,12 @@ def _kv_layout(build: FittedBuild, block_arrays: Sequence[tuple[tuple[int, ...],
         f"({config.quantized_activations}), blocks of {limits.block_size} tokens, windows "
         f"{list(limits.kv_groups.windows)}, arrays {arrays}"
     )
+
+
+def _of_model(leaves: Iterable[NewLeaf | NewDrafter], drafters: list[Params]) -> Iterator[NewLeaf]:
+    """The leaves of the model. The weights of a drafter are made, and appended to `drafters`."""
+    for leaf in leaves:
+        if isinstance(leaf, NewDrafter):
+            drafters.append(leaf.make())
+        else:
+            yield leaf

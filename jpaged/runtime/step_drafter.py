@@ -12,6 +12,8 @@ import jax
 import numpy as np
 
 from jpaged.engine.step_plan import FROM_DEVICE, DeviceDrafter, StepPlan
+from jpaged.errors import ModelLoadError
+from jpaged.models.new_leaves import LeafSlot, slots_of
 from jpaged.models.spec import Params
 from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.runtime.drafting.drafters import DraftBuild, DraftHead, DraftModel
@@ -44,8 +46,14 @@ class StepDrafter:
         else:
             self._drafter = DraftModel(build, params, programs)
         self._params: Params | None = params
+        self.spec, self.slots = model.spec, slots_of(params)
         self._host_weights: HostWeights | None = None
         self._no_drafts: dict[ForwardShape, jax.Array] = {}
+
+    @property
+    def params(self) -> Params | None:
+        """The weights, while they are on the device."""
+        return self._params
 
     def as_engine_sees(self) -> DeviceDrafter:
         """The facts from which the engine plans the drafter's work."""
@@ -83,6 +91,15 @@ class StepDrafter:
         """Read these weights of the target from now on."""
         if isinstance(self._drafter, DraftHead):
             self._drafter.use_target(params)
+
+    def use_new(self, params: Params) -> None:
+        """Replace the drafter's weights. Raises ModelLoadError if the programs do not accept them."""
+        if jax.tree.structure(params) != jax.tree.structure(self.slots) or not all(
+            jax.tree.leaves(jax.tree.map(LeafSlot.fits, self.slots, params))
+        ):
+            raise ModelLoadError("the new MTP layer has another form than the one that the programs were compiled for")
+        self._params, self._host_weights = params, None
+        self._drafter.use(params)
 
     def recover(self) -> None:
         """Allocate an empty state if the old one was donated to a failed step."""

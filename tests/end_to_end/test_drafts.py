@@ -1,6 +1,7 @@
 """Answers with drafts equal those without, bit for bit, with everything that a request or an engine may have."""
 
 import contextlib
+import json
 import pathlib
 import shutil
 
@@ -10,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jpaged
-from jpaged import LLM, SamplingParams, StructuredOutputsParams
+from jpaged import LLM, ModelLoadError, SamplingParams, StructuredOutputsParams
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.random_requests import OPTIONS, workload
@@ -281,3 +282,61 @@ def test_new_weights_of_an_engine_with_a_drafter(tmp_path, method):
     with LLM("demo", **DEMO) as llm:
         assert answers(llm) == old
     assert all(a != b for a, b in zip(old, wanted, strict=True))
+
+
+def mtp_folder(folder, seed):
+    """A tiny Llama with an MTP layer of Qwen3-Next's names, and its tensors."""
+    variant = BY_NAME["llama"]
+    write_checkpoint(variant, seed, folder)
+    tensors, hidden = load_file(folder / "model.safetensors"), variant.config["hidden_size"]
+    last = f"model.layers.{variant.config['num_hidden_layers'] - 1}."
+    layer = {f"mtp.layers.0.{n.removeprefix(last)}": 0.9 * t for n, t in tensors.items() if n.startswith(last)}
+    rng = np.random.default_rng(seed)
+    norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    own = {f"{name}.weight": 1 + rng.uniform(-0.1, 0.1, hidden) for name in norms}
+    own["mtp.fc.weight"] = rng.uniform(-0.2, 0.2, (hidden, 2 * hidden))
+    tensors |= {name: np.asarray(tensor, np.float32) for name, tensor in (layer | own).items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(variant.config | {"num_nextn_predict_layers": 1}))
+    return tensors
+
+
+def test_new_weights_with_an_mtp_layer(tmp_path):
+    """It is replaced by the new one: of a folder, a dictionary or an iterator. Without one, the old layer stays."""
+    _, new = (mtp_folder(tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
+    prompts, params = workload(8, seed=6)
+    with LLM(str(tmp_path / "new"), **OPTIONS) as llm:
+        wanted = bits(generate(llm, prompts, params))
+
+    def layer(llm):
+        return [np.array(leaf) for leaf in jax.tree.leaves(llm.engine.runner.drafter_params)]
+
+    def same(some, others):
+        return all(np.array_equal(a, b) for a, b in zip(some, others, strict=True))
+
+    with drafting_llm(str(tmp_path / "new"), "mtp", **OPTIONS) as (llm, _):
+        assert bits(generate(llm, prompts, params)) == wanted
+        fresh, stats = layer(llm), llm.stats().speculation
+    of_model = {name: array for name, array in new.items() if not name.startswith("mtp.")}
+    ways = {
+        "folder": lambda: tmp_path / "new", "dictionary": lambda: new, "iterator": lambda: iter(new.items()),
+        "two engines": lambda: tmp_path / "new",
+    }
+    for way, weights in ways.items():
+        more = {"data_parallel_size": 2} if way == "two engines" else {}
+        with drafting_llm(str(tmp_path / "old"), "mtp", **OPTIONS, **more) as (llm, _):
+            old = layer(llm)
+            llm.update_weights(of_model)
+            assert same(layer(llm), old), way
+            llm.update_weights(weights())
+            assert not same(layer(llm), old), way
+            assert all(same(jax.tree.leaves(engine.runner.drafter_params), fresh) for engine in llm.engines), way
+            if not more:
+                assert bits(generate(llm, prompts, params)) == wanted, way
+                again = llm.stats().speculation
+                assert (again.draft_tokens, again.accepted_tokens) == (stats.draft_tokens, stats.accepted_tokens), way
+            if way == "dictionary":
+                with pytest.raises(ModelLoadError, match=r"fc.*shape|shape.*fc"):
+                    llm.update_weights(new | {"mtp.fc.weight": new["mtp.fc.weight"][:, 1:]})
+                with pytest.raises(ModelLoadError, match="nothing is not a tensor of the model"):
+                    llm.update_weights(iter([*of_model.items(), ("mtp.nothing", new["mtp.norm.weight"])]))

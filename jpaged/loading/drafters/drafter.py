@@ -82,7 +82,7 @@ def load_drafter(
     count = shards_of(config).count
     wanted = Target(target.spec, target.dtype, target.tokenizer, count)
     platform = next(iter(jax.tree.leaves(target.params)[0].devices())).platform
-    placer = _placer(speculation, config, platform, _mesh_of(target.params))
+    placer = placer_of(speculation, config, platform, mesh_of(target.params))
     with _open(speculation, wanted, config, declared=False) as stored:
         if check is not None:
             check(_drafter(stored, stored.shapes(placer), target.dtype))
@@ -107,7 +107,7 @@ def describe_drafter(
     """
     _check(speculation, config, live=False)
     wanted = Target(target.spec, target.dtype, None, shards_of(config).count, checks_tokens=False)
-    placer = _placer(speculation, config, platform, mesh)
+    placer = placer_of(speculation, config, platform, mesh)
     with _open(speculation, wanted, config, declared=True) as stored:
         return _drafter(stored, stored.shapes(placer), target.dtype)
 
@@ -146,13 +146,13 @@ def _drafter(stored: StoredDrafter, params: Params, dtype: np.dtype) -> LoadedDr
     )
 
 
-def _mesh_of(params: Any) -> Mesh | None:
+def mesh_of(params: Any) -> Mesh | None:
     """The mesh of the model's devices; None: one device."""
     shardings = (leaf.sharding for leaf in jax.tree.leaves(params))
     return next((each.mesh for each in shardings if isinstance(each, NamedSharding)), None)
 
 
-def _placer(
+def placer_of(
     speculation: SpeculationConfig, config: EngineConfig, platform: str, mesh: Mesh | AbstractMesh | None
 ) -> LeafPlacer:
     """The placer of the drafter's leaves. An MTP layer is quantised at load like the model."""

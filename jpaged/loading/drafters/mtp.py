@@ -20,9 +20,10 @@ from jpaged.loading.hub import CONFIG, find_config, find_model, is_gguf
 from jpaged.loading.quantized.config import method_of, with_quantization
 from jpaged.loading.renamed_tensors import RenamedTensors, mtp_prefixes, mtp_tensors
 from jpaged.loading.source import open_source
-from jpaged.loading.weights import HEAD, equal_bytes
+from jpaged.loading.weights import HEAD, WeightPlan, equal_bytes
 from jpaged.models.draft_head import HeadKind, HeadSpec
 from jpaged.models.families import family_of
+from jpaged.models.families.base import Family
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec
 
@@ -85,6 +86,23 @@ def open_mtp(target: Target, config: EngineConfig, *, declared: bool = False) ->
         shapes = functools.partial(head_shapes, plan, target.dtype, None)
         form = method_of(values) if any(leaf.packed for leaf in plan.leaves) else None
         yield StoredDrafter(name, None, spec, load, shapes, target.spec.max_position, form)
+
+
+def plan_new_layer(
+    spec: HeadSpec, family: Family, values: Mapping[str, Any], source: TensorSource, num_layers: int
+) -> tuple[WeightPlan, RenamedTensors] | None:
+    """Plan the first MTP layer among new weights of a running model; None: they have none.
+
+    spec: of the layer that the engine uses. If it uses the model's embedding or output matrix, copies of them are not
+    read. Raises ModelLoadError as `plan_head`.
+    """
+    prefixes = mtp_prefixes(source.names, num_layers)
+    if prefixes is None:
+        return None
+    own = {EMBED: spec.own_embed, HEAD: spec.own_head}
+    shared = {name.removesuffix("weight") for name, is_own in own.items() if not is_own}
+    tensors = RenamedTensors(source, prefixes, without=tuple(old for old, new in prefixes if new in shared))
+    return plan_head(family, spec, values, tensors), tensors
 
 
 def _head_spec(whole: DecoderSpec, *, own_embed: bool, own_head: bool, norm_output: bool = False) -> HeadSpec:

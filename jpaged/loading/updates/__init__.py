@@ -13,7 +13,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,21 +21,22 @@ import jax
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.live import refuse_remote
 from jpaged.loading.trees import is_trainer_tree, refuse_layout
-from jpaged.loading.updates.copies import copies, moved
+from jpaged.loading.updates.copies import copies, drafter_copy, moved
+from jpaged.loading.updates.drafter_update import MTPLayer
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.named_update import prepare_iterator, prepare_names
 from jpaged.loading.updates.stored_update import prepare_path, sample
 from jpaged.loading.updates.trainer_update import prepare_trainer
 from jpaged.loading.updates.tree_update import prepare_tree
-from jpaged.models.new_leaves import NewLeaf
+from jpaged.models.new_leaves import NewDrafter, NewLeaf
 from jpaged.models.spec import WeightLayout
 
-__all__ = ["EngineWeights", "copies", "moved", "prepare", "sample"]
+__all__ = ["EngineWeights", "MTPLayer", "copies", "drafter_copy", "moved", "prepare", "sample"]
 
 
 def prepare(
     weights: Any, engine: EngineWeights, layout: WeightLayout | None = None
-) -> Callable[[], Iterable[NewLeaf]]:
+) -> Callable[[], Iterable[NewLeaf | NewDrafter]]:
     """Check new weights. Returns a function that returns their leaves, to be called once. Changes nothing.
 
     weights: a tree of live arrays, as for `LLM(config, params=...)`, also with a trainer's names. Or a dictionary, or
@@ -72,7 +73,7 @@ def prepare(
     raise RequestError("weights", type(weights).__name__, known)
 
 
-def _unless_deleted(leaves: list[NewLeaf], weights: Any) -> list[NewLeaf]:
+def _unless_deleted(leaves: Sequence[NewLeaf | NewDrafter], weights: Any) -> Sequence[NewLeaf | NewDrafter]:
     """Return the leaves. Raises ModelLoadError if the caller has deleted an array while the update waited."""
     if any(isinstance(array, jax.Array) and array.is_deleted() for array in jax.tree.leaves(weights)):
         raise ModelLoadError("an array of the new weights was deleted before the update began, for example by donation")

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jpaged.models.new_leaves import LeafSlot, NewLeaf, find_layer
+from jpaged.models.new_leaves import LeafSlot, NewDrafter, NewLeaf, find_layer
 from jpaged.models.spec import Params
 from jpaged.models.stages import PerStage
 
@@ -48,10 +48,17 @@ def copies(trees: Sequence[Params], slots: Sequence[Params]) -> list[NewLeaf]:
     return leaves
 
 
-def moved(leaves: Iterable[NewLeaf], slots: Sequence[Params]) -> Iterator[NewLeaf]:
+def drafter_copy(tree: Params, slots: Params) -> NewDrafter:
+    """The MTP layer of another engine, on these devices."""
+    return NewDrafter(lambda: jax.block_until_ready(jax.tree.map(LeafSlot.moved, slots, tree)))
+
+
+def moved(
+    leaves: Iterable[NewLeaf | NewDrafter], slots: Sequence[Params], of_drafter: Params | None
+) -> Iterator[NewLeaf | NewDrafter]:
     """Leaves that were made for an engine, on the devices of another. slots: a tree for each pipeline stage of it.
 
-    Engines on the same devices share the arrays.
+    of_drafter: slots of its drafter. Engines on the same devices share the arrays.
     """
 
     def made(leaf: NewLeaf) -> Any:
@@ -70,4 +77,8 @@ def moved(leaves: Iterable[NewLeaf], slots: Sequence[Params]) -> Iterator[NewLea
         return jax.block_until_ready(jax.tree.map(LeafSlot.moved, slots[stage]["layers"][index][leaf.name], whole))
 
     for leaf in leaves:
+        if isinstance(leaf, NewDrafter):
+            if of_drafter is not None:
+                yield drafter_copy(leaf.make(), of_drafter)
+            continue
         yield dataclasses.replace(leaf, make=functools.partial(made, leaf), owned=False)

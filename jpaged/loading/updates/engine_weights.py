@@ -9,6 +9,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.loading.model import LoadedModel, quantizer_of
+from jpaged.loading.updates.drafter_update import MTPLayer
 from jpaged.models.families import family_of
 from jpaged.models.families.base import Family
 from jpaged.models.families.config import CheckpointConfig
@@ -33,6 +34,7 @@ class EngineWeights:
     device: jax.Device       # the engine's first
     slots: Sequence[Params]  # `LeafSlot`s, a tree for each pipeline stage
     kv_scales: KVScales | None = None  # of the checkpoint that the engine started with
+    mtp: MTPLayer | None = None  # drafts on the device
     shared: bool = False     # other engines use the same arrays
 
     @classmethod

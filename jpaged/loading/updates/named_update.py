@@ -16,12 +16,13 @@ import numpy as np
 from jpaged.errors import ModelLoadError
 from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.loading.live import refuse_remote
+from jpaged.loading.renamed_tensors import may_be_of_mtp, mtp_tensors
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.tree_update import in_layout
 from jpaged.loading.weights import HEAD, LeafPlan, equal_bytes, leaf_of, plan_weights
 from jpaged.models.families.base import LeafTensors, NamedRule, Part
-from jpaged.models.new_leaves import NewLeaf
+from jpaged.models.new_leaves import NewDrafter, NewLeaf
 from jpaged.models.spec import param_shapes
 from pallas_kernels import QuantizedWeight
 
@@ -105,16 +106,17 @@ def check_array(name: object, array: Any) -> None:
     refuse_remote(array, name)
 
 
-def prepare_names(weights: Mapping[str, Any], engine: EngineWeights) -> list[NewLeaf]:
+def prepare_names(weights: Mapping[str, Any], engine: EngineWeights) -> list[NewLeaf | NewDrafter]:
     """Check a dictionary of arrays, and list the leaves. Errors as in `prepare`."""
     source = ArraySource(weights)
     plan = plan_weights(engine.family, engine.spec, engine.constants, source)
     if plan.spec != engine.spec:  # the embeddings were tied
         raise ModelLoadError(f"{HEAD} differs from the embedding, but the engine uses one matrix for both")
-    return [leaf for leaf_plan in plan.leaves for leaf in _new_leaves(leaf_plan, source, engine)]
+    leaves = [leaf for leaf_plan in plan.leaves for leaf in _new_leaves(leaf_plan, source, engine)]
+    return [*leaves, *(() if engine.mtp is None else engine.mtp.new(source))]
 
 
-def prepare_iterator(weights: Iterator[Any], engine: EngineWeights) -> Iterator[NewLeaf]:
+def prepare_iterator(weights: Iterator[Any], engine: EngineWeights) -> Iterator[NewLeaf | NewDrafter]:
     """Yield a leaf when all its arrays have come. Raises ModelLoadError for a wrong array, and at the end for a gap.
 
     Arrays of incomplete leaves are kept until the others come.
@@ -138,6 +140,7 @@ class _Stream:
         self._target: dict[str, tuple[LeafTensors, NamedRule]] = {}
         self._shape: dict[LeafTensors, tuple[int, ...]] = {}
         self._arrays: dict[str, Any] = {}
+        self._of_mtp: dict[str, Any] = {}  # all arrays of MTP layers, by name
         self._constants: list[LeafTensors] = []
         for leaf in engine.family.tensors(tree):
             self._shape[leaf] = (tree if leaf.layer is None else tree["layers"][leaf.layer])[leaf.leaf].shape
@@ -175,8 +178,8 @@ class _Stream:
         plan = LeafPlan(leaf, self._shape[leaf], tuple(names[each] for each in leaf.tensors), None)
         return _new_leaves(plan, ArraySource(arrays), self._engine)
 
-    def end(self) -> Iterator[NewLeaf]:
-        """Leaves that have no array. Raises ModelLoadError if an array is missing."""
+    def end(self) -> Iterator[NewLeaf | NewDrafter]:
+        """Leaves that have no array, and the MTP layer. Raises ModelLoadError if an array is missing."""
         missing = [
             tensor.name for leaf, found in self._left.items() for tensor in leaf.tensors if tensor not in found
         ]
@@ -187,12 +190,18 @@ class _Stream:
             constant = self._engine.constants[leaf.leaf]
             plan = LeafPlan(LeafTensors(leaf.leaf, leaf.layer, ()), self._shape[leaf], (), constant)
             yield from _new_leaves(plan, ArraySource({}), self._engine)
+        if unknown := self._of_mtp.keys() - mtp_tensors(self._of_mtp, self._engine.spec.num_layers):
+            raise ModelLoadError(f"{min(unknown)} is not a tensor of the model")
+        if self._engine.mtp is not None:
+            yield from self._engine.mtp.new(ArraySource(self._of_mtp))
 
     def _skip(self, name: str, array: Any) -> None:
         """Raise ModelLoadError unless an array without a leaf may be left out."""
         if name == HEAD and self._engine.spec.tie_embeddings:
             self._tied_head = array
             self._check_tied()
+        elif may_be_of_mtp(name, self._engine.spec.num_layers):
+            self._of_mtp[name] = array
         elif not (name == HEAD or self._engine.family.ignored.fullmatch(name) or KV_SCALE.fullmatch(name)):
             raise ModelLoadError(f"{name} is not a tensor of the model")
 

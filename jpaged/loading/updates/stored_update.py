@@ -8,28 +8,27 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
-
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import is_converted
 from jpaged.loading.hub import is_gguf
 from jpaged.loading.model import open_weights
+from jpaged.loading.source import open_source
+from jpaged.loading.updates.described import described
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.tree_update import in_layout
 from jpaged.loading.weights import StoredWeights
-from jpaged.models.new_leaves import NewLeaf
+from jpaged.models.new_leaves import NewDrafter, NewLeaf
 from jpaged.models.spec import WeightLayout
 
 _PIECES, _PIECE_BYTES = 16, 4096  # of a file, for `sample`
 
 
-def prepare_path(path: str, engine: EngineWeights) -> Callable[[], Iterator[NewLeaf]]:
+def prepare_path(path: str, engine: EngineWeights) -> Callable[[], Iterator[NewLeaf | NewDrafter]]:
     """Check a checkpoint. Returns a function that reads its leaves. Errors as in `prepare`.
 
     The files are checked again before the first leaf is read.
     """
-    with _opened(path, engine):
+    with _opened(path, engine), _new_drafters(path, engine):
         pass
     return lambda: _leaves(path, engine)
 
@@ -50,11 +49,24 @@ def sample(path: str) -> str:
     return whole.hexdigest()[:16]
 
 
-def _leaves(path: str, engine: EngineWeights) -> Iterator[NewLeaf]:
+def _leaves(path: str, engine: EngineWeights) -> Iterator[NewLeaf | NewDrafter]:
     with _opened(path, engine) as stored:
         for leaf in stored.leaves(engine.dtype, engine.placer):
             made = dataclasses.replace(engine.on_device(leaf), owned=not engine.shared)
             yield from in_layout(made, engine)
+    with _new_drafters(path, engine) as drafters:
+        yield from drafters
+
+
+@contextlib.contextmanager
+def _new_drafters(path: str, engine: EngineWeights) -> Iterator[list[NewDrafter]]:
+    """The checkpoint's MTP layer, while its files are open, if the engine drafts with one."""
+    folder = pathlib.Path(path).expanduser()
+    if engine.mtp is None or not folder.is_dir() or is_converted(folder):
+        yield []
+        return
+    with open_source(folder, engine.config.hf_overrides or {}) as (_, source):
+        yield engine.mtp.new(source)
 
 
 @contextlib.contextmanager
@@ -87,7 +99,7 @@ def _check(path: str, stored: StoredWeights, engine: EngineWeights) -> None:
             raise ModelLoadError(f"{path}: the weights are quantised ({stored.format}), and the engine's are not")
         return
     shapes = stored.shapes(engine.dtype, engine.placer)
-    found, wanted = (_described(tree) for tree in (shapes, _trees(engine)))
+    found, wanted = (described(tree) for tree in (shapes, _trees(engine)))
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             have, want = found.get(name, "missing"), wanted.get(name, "missing")
@@ -99,9 +111,3 @@ def _check(path: str, stored: StoredWeights, engine: EngineWeights) -> None:
 
 def _trees(engine: EngineWeights) -> Any:
     return tuple(engine.slots) if len(engine.slots) > 1 else engine.slots[0]
-
-
-def _described(tree: Any) -> dict[str, str]:
-    """Name, dtype and shape of each array of a tree."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in pairs}

@@ -1,0 +1,65 @@
+"""The MTP layer among new weights: a checkpoint has it next to the model's layers.
+
+The engine's layer stays if the new weights have none. Drafts change no answer, so an old layer only drafts worse.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.loading.checkpoint import TensorSource
+from jpaged.loading.drafters.drafter import mesh_of, placer_of
+from jpaged.loading.drafters.head_weights import head_shapes, load_head
+from jpaged.loading.drafters.mtp import plan_new_layer
+from jpaged.loading.model import LoadedModel
+from jpaged.loading.updates.described import described
+from jpaged.models.draft_head import HeadSpec
+from jpaged.models.families import family_of
+from jpaged.models.families.base import Family
+from jpaged.models.new_leaves import NewDrafter
+from jpaged.models.quantization import LeafPlacer
+from jpaged.models.spec import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPLayer:
+    """Form and place of an engine's MTP layer."""
+
+    spec: HeadSpec
+    family: Family
+    values: Mapping[str, Any]  # the model's config.json
+    num_layers: int            # of the model
+    dtype: np.dtype
+    placer: LeafPlacer
+    slots: Params              # `LeafSlot`s of its arrays
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, config: EngineConfig, spec: Any, slots: Params, of_model: Sequence[Params],
+        platform: str,
+    ) -> Self | None:  # fmt: skip
+        """The engine's MTP layer; None: its drafter is no such layer. spec, slots: of the drafter."""
+        speculation = config.speculative_config
+        if speculation is None or speculation.method != "mtp" or not isinstance(spec, HeadSpec) or not loaded.config:
+            return None
+        placer = placer_of(speculation, config, platform, mesh_of(of_model))
+        layers = loaded.spec.num_layers
+        return cls(spec, family_of(loaded.config), loaded.config, layers, loaded.dtype, placer, slots)
+
+    def new(self, source: TensorSource) -> list[NewDrafter]:
+        """The layer among new weights, checked; empty if they have none. Raises ModelLoadError if it does not fit."""
+        planned = plan_new_layer(self.spec, self.family, self.values, source, self.num_layers)
+        if planned is None:
+            return []
+        plan, tensors = planned
+        found, wanted = (described(tree) for tree in (head_shapes(plan, self.dtype, None, self.placer), self.slots))
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                have, want = found.get(name, "missing"), wanted.get(name, "missing")
+                raise ModelLoadError(f"{name} of the MTP layer is {have}, and the engine has {want}")
+        return [NewDrafter(functools.partial(load_head, plan, tensors, self.dtype, None, self.placer))]
