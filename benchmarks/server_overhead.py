@@ -26,8 +26,7 @@ from typing import Any
 import uvicorn
 
 from jpaged.cli.common.results import machine
-from jpaged.frontend.live_requests import put_all
-from jpaged.frontend.output_stream import OutputStream
+from jpaged.frontend.output_stream import OutputStream, put_all
 from jpaged.load_client.backends import BACKENDS, LoadRequest
 from jpaged.load_client.connection import Endpoint
 from jpaged.load_client.run import Target, send_all

@@ -174,22 +174,10 @@ class AsyncLLM(EngineAccess):
         stream = self._streams[request_id] = OutputStream(loop, deltas=deltas)
         in_engine = False
         left = threading.Event()
-        requester = Requester(current_client.get(), left.is_set)
         try:
-            self._engine_thread.check_room()  # checks the process too: a forked child has no threads
-            adapter = self._adapter_of(lora_request)
-            if adapter is not None:  # other requests go on while it is read
-                await asyncio.shield(asyncio.wrap_future(adapter, loop=loop))  # other requests may wait for it, too
-            work = partial(self._process, request_id, prompt, params, priority, refuse_cut, requester, adapter)
-            request_group, prefixes = await self._tokenising.run(prompt_length(prompt), work)
-            if request_group.grammar is not None:
-                await asyncio.wrap_future(request_group.grammar, loop=loop)
-            with self._engine_thread.routed(request_group, prefixes) as engine_thread:
-                if isinstance(self._engine_thread, EngineThreads) and self._engine_thread.num_prefill:
-                    inputs = self.engine.inputs
-                    await prefill(self._engine_thread, inputs, request_group, prefixes, engine_thread, priority)
-                await self._wait_for_programs(request_group, engine_thread)
-                engine_thread.add(request_group, stream)
+            await self.submit(
+                stream, prompt, params, request_id, priority, refuse_cut, lora_request, has_left=left.is_set
+            )
             in_engine = True
             if on_admitted is not None:
                 on_admitted()
@@ -210,6 +198,40 @@ class AsyncLLM(EngineAccess):
             del self._streams[request_id]
             if in_engine:
                 self._engine_thread.abort(request_id)
+
+    async def submit(
+        self,
+        stream: Any,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        request_id: str,
+        priority: int = 0,
+        refuse_cut: bool = False,
+        lora_request: LoRARequest | None = None,
+        *,
+        has_left: Callable[[], bool],
+    ) -> None:
+        """Add a request whose outputs go to `stream`. Returns when the queue has accepted it. Raises as `generate`.
+
+        stream:   an `OutputStream`, or that of a front end in another process.
+        has_left: returns True once nobody wants the answer; any thread may call it.
+        """
+        loop = asyncio.get_running_loop()
+        requester = Requester(current_client.get(), has_left)
+        self._engine_thread.check_room()  # checks the process too: a forked child has no threads
+        adapter = self._adapter_of(lora_request)
+        if adapter is not None:  # other requests go on while it is read
+            await asyncio.shield(asyncio.wrap_future(adapter, loop=loop))  # other requests may wait for it, too
+        work = partial(self._process, request_id, prompt, params, priority, refuse_cut, requester, adapter)
+        request_group, prefixes = await self._tokenising.run(prompt_length(prompt), work)
+        if request_group.grammar is not None:
+            await asyncio.wrap_future(request_group.grammar, loop=loop)
+        with self._engine_thread.routed(request_group, prefixes) as engine_thread:
+            if isinstance(self._engine_thread, EngineThreads) and self._engine_thread.num_prefill:
+                inputs = self.engine.inputs
+                await prefill(self._engine_thread, inputs, request_group, prefixes, engine_thread, priority)
+            await self._wait_for_programs(request_group, engine_thread)
+            engine_thread.add(request_group, stream)
 
     def _process(
         self,
@@ -249,6 +271,18 @@ class AsyncLLM(EngineAccess):
             if stream is not None:
                 stream.aborted = True
                 self._engine_thread.abort(one)
+
+    def abort_now(self, request_id: str) -> None:
+        """End a request that `submit` has added. An id that is not in use is ignored."""
+        self._engine_thread.abort(request_id)
+
+    def stop_answer(self, request_id: str, index: int, num_tokens: int) -> None:
+        """End an answer of `submit`, whose text has ended after `num_tokens` tokens; later tokens do not count."""
+        self._engine_thread.stop(request_id, index, num_tokens)
+
+    def check_room(self) -> None:
+        """Raise CapacityError if the queue is full, NoWeightsError without weights, EngineError if it has ended."""
+        self._engine_thread.check_room()
 
     async def add_lora(
         self, adapter: LoRARequest | str, arrays: Mapping[str, Any] | None = None, *, lora_alpha: float | None = None,

@@ -20,9 +20,12 @@ from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 
 if TYPE_CHECKING:
+    import socket
+
     from starlette.applications import Starlette
 
     from jpaged.async_llm import AsyncLLM
+    from jpaged.frontend.remote.remote_engine import RemoteEngine
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,9 @@ class Serve(ChatFlags):
 
     uds: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Listen on this Unix domain socket instead of --host and --port. Its owner and group may connect."""
+
+    api_server_count: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Processes for HTTP, text and JSON, beside the engine's process. Default: the engine's process does that too."""
 
     shutdown_timeout: int = 30
     """Seconds that running requests may take to finish after Ctrl-C or SIGTERM."""
@@ -124,43 +130,93 @@ class Serve(ChatFlags):
         if headless:
             self.chat_formats()  # raises RequestError for bad flags
             return self._follow(options)
-        from jpaged.serving.admin.routes_metrics import metrics_app
-        from jpaged.serving.web.connection import ConnectionLimits
-        from jpaged.serving.web.process import MetricsPort, serve, take_address, take_unix_socket
+        from jpaged.serving.web.process import take_address, take_unix_socket
 
         if self.shutdown_timeout < 0:
             raise RequestError("shutdown_timeout", self.shutdown_timeout, "must be at least 0 seconds")
         if self.max_connections_per_address < 1:
             value = self.max_connections_per_address
             raise RequestError("max_connections_per_address", value, "must be at least 1")
-        load = self._loader(options, self.host if self.uds is None else None)
-        tls = self.access.tls().context()
+        application = self.prepare()
+        self.access.tls().context()  # raises the errors of its files
+        count = self._num_front_ends(options)
         address = take_address(self.host, self.port) if self.uds is None else take_unix_socket(self.uds)
         metrics_address = None
         if self.metrics_port is not None:
             metrics_address = take_address(self.host, self.metrics_port, "--metrics-port")
-        app, engine = load()
+        if count is not None:
+            return self._serve_in_processes(options, count, address, metrics_address)
+        engine = self._engine(options)
+        return self.serve_app(application(engine), engine, address, metrics_address)
+
+    def application(self) -> "Starlette":
+        """Load the model and return the ASGI application. The caller serves it: --host and --port have no effect."""
+        application = self.prepare(listens=False)
+        return application(self._engine(engine_options(self.engine, self.model_argument)))
+
+    def serve_app(
+        self, app: "Starlette", engine: "AsyncLLM | RemoteEngine", address: "socket.socket",
+        metrics_address: "socket.socket | None", *, announces: bool = True, owns_address: bool = True,
+    ) -> int:  # fmt: skip
+        """Serve an application until a signal. announces, owns_address: as for `process.serve`."""
+        from jpaged.serving.admin.routes_metrics import metrics_app
+        from jpaged.serving.web.connection import ConnectionLimits
+        from jpaged.serving.web.process import MetricsPort, serve
+
         metrics = None
         if metrics_address is not None:
             metrics = MetricsPort(metrics_app(app.state.metrics), metrics_address)
-        limits = ConnectionLimits(per_address=self.max_connections_per_address)
         return serve(
             app,
             address,
             shutdown_timeout=self.shutdown_timeout,
-            limits=limits,
+            limits=ConnectionLimits(per_address=self.max_connections_per_address),
             engine=engine,
-            tls=tls,
+            tls=self.access.tls().context(),
             metrics=metrics,
             has_page=not self.disable_ui,
+            announces=announces,
+            owns_address=owns_address,
         )
 
-    def application(self) -> "Starlette":
-        """Load the model and return the ASGI application. The caller serves it: --host and --port have no effect."""
-        return self._loader(engine_options(self.engine, self.model_argument), None)()[0]
+    def _num_front_ends(self, options: dict[str, Any]) -> int | None:
+        """Number of front ends in processes of their own; None: the engine's process is the only one."""
+        if self.api_server_count is None:
+            return None
+        from jpaged.serving.front_ends import checked_count
 
-    def _loader(self, options: dict[str, Any], host: str | None) -> "Callable[[], tuple[Starlette, AsyncLLM]]":
-        """Check the application's flags. Returns a function that loads the model. host: as in `app_options`."""
+        if self.api_server_count > 1:
+            raise RequestError("api_server_count", self.api_server_count, "must be 1: more are not built yet")
+        return checked_count(self.api_server_count)
+
+    def _serve_in_processes(
+        self, options: dict[str, Any], count: int, address: "socket.socket", metrics_address: "socket.socket | None"
+    ) -> int:
+        """Run the engine here, and `count` front ends in processes of their own."""
+        from jpaged.serving.front_ends import FrontEnds
+
+        front_ends = FrontEnds(self, count, address, metrics_address)
+        try:
+            engine = self._engine(options)
+            names = self.served_model_name or (options["model"],)
+            served_adapters(engine, names, self.lora_modules, self.lora_dirs)  # loads those of --lora-modules
+        except BaseException:
+            front_ends.kill()
+            raise
+        return front_ends.run(engine)
+
+    def _engine(self, options: dict[str, Any]) -> "AsyncLLM":
+        from jpaged.async_llm import AsyncLLM
+
+        return AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
+
+    def prepare(self, *, listens: bool = True) -> "Callable[[AsyncLLM | RemoteEngine], Starlette]":
+        """Check the application's flags, before the model is loaded. Returns a function that makes the application.
+
+        listens: --host and --port have an effect.
+        """
+        options = engine_options(self.engine, self.model_argument)
+        host = self.host if listens and self.uds is None else None
         chat = self.chat_formats()
         from jpaged.serving.admin.tracing import RequestTracer, traced
         from jpaged.serving.web.log_format import FORMATS, use_format
@@ -190,21 +246,19 @@ class Serve(ChatFlags):
                 raise RequestError(flag, str(folders[0]), "needs an admin key: add --admin-key-file")
         check_folders("weights_dirs", self.weights_dirs)
 
-        def load() -> "tuple[Starlette, AsyncLLM]":
-            from jpaged.async_llm import AsyncLLM
+        def application(engine: "AsyncLLM | RemoteEngine") -> "Starlette":
             from jpaged.serving.application import create_app
             from jpaged.serving.server_state import Server
 
-            engine = AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
             adapters = served_adapters(engine, names, self.lora_modules, self.lora_dirs)
             client = engine if tracer is None else traced(engine, tracer)
             server = Server(
                 engine=client, model_names=names, root=options["model"], config=engine.config, chat=chat,
                 template_kwargs=self.chat_template_kwargs, adapters=adapters,
             )  # fmt: skip
-            return create_app(server, app_options), engine
+            return create_app(server, app_options)
 
-        return load
+        return application
 
     def _detect(self, options: dict[str, Any]) -> bool:
         """Add this process's node options, as the cluster sets them, to `options`. Returns True if it is headless."""

@@ -166,6 +166,15 @@ class Engine:
         live = [request_groups[request_id] for request_id in request_ids if request_id in request_groups]
         return [self._outputs.end(request_group, RequestStatus.ABORTED) for request_group in live]
 
+    def stop(self, request_id: str, index: int, num_tokens: int) -> list[Output]:
+        """End one answer, whose text has ended after `num_tokens` tokens. Ignores one that has ended.
+
+        Returns the final output of its request group, if that has ended.
+        """
+        request_group = self._outputs.request_groups.get(request_id)
+        final = None if request_group is None else self._outputs.stop(request_group, index, num_tokens)
+        return [] if final is None else [final]
+
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Output]:

@@ -5,10 +5,11 @@ from concurrent.futures import Future
 
 from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.grammar import Grammar
+from jpaged.engine.output.token_sink import TokenSink
 from jpaged.engine.request import Request
 from jpaged.engine.strategies.base import Strategy
 from jpaged.outputs import RequestMetrics
-from jpaged.params.sampling import SamplingParams
+from jpaged.params.sampling import RequestOutputKind, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,8 @@ class RequestGroup:
     cache_salt: str = ""          # requests share blocks only if their salts are equal
     grammar: Future[Grammar] | None = None  # structured outputs; compiled when the request group is added
     adapter: Future[LoadedAdapter] | None = None  # LoRA adapter; in host memory when the request group is added
+    sink: TokenSink | None = None  # takes the tokens of the stream, in place of outputs, until the answer ends
+    number: int = 0  # of the request group in `sink`
 
     @property
     def prefix_salt(self) -> str:
@@ -38,6 +41,15 @@ class RequestGroup:
     def first(self) -> Request:
         """The request that computes the prompt."""
         return self.requests[0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the outputs of its stream need nothing but new tokens, until the last output."""
+        params = self.params
+        return (
+            self.streams and len(self.requests) == 1 and params.logprobs is None and params.prompt_logprobs is None
+            and not params.return_sampling_mask and params.output_kind is RequestOutputKind.DELTA
+        )
 
     @property
     def has_ended(self) -> bool:

@@ -16,7 +16,6 @@ from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError
 from jpaged.frontend.engine_access import CLOSED
-from jpaged.frontend.output_stream import OutputStream
 from jpaged.frontend.pausing import PauseMode, UpdateMode
 from jpaged.lifetime import OwnProcess
 from jpaged.outputs import WeightUpdate
@@ -27,12 +26,19 @@ T = TypeVar("T")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Add:
     request_group: RequestGroup
-    stream: OutputStream
+    stream: Any  # an `OutputStream`, or that of another process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abort:
     request_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    request_id: str
+    index: int
+    num_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class Update:
     answer: Future[WeightUpdate]
 
 
-Command = Add | Abort | Inspect | Call | Pause | Update
+Command = Add | Abort | Stop | Inspect | Call | Pause | Update
 WhenFatal = Callable[[EngineError], None]
 
 
@@ -90,9 +96,9 @@ class CommandQueue:
             raise EngineError(CLOSED)
 
     def submit(self, command: Command) -> None:
-        """Append a command. Raises as `check_open`, except for an Abort."""
+        """Append a command. Raises as `check_open`, except for an Abort and a Stop."""
         with self.changed:
-            if not isinstance(command, Abort):
+            if not isinstance(command, Abort | Stop):
                 self.check_open()
             self.waiting.append(command)
             self.changed.notify()

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from jpaged.config import EngineConfig
-from jpaged.engine.adapters.adapter_registry import AdapterRegistry
+from jpaged.engine.adapters.adapter_registry import AdapterInfo, AdapterRegistry
 from jpaged.engine.adapters.loaded_adapter import LoadedAdapter
 from jpaged.engine.engine import Engine
 from jpaged.engine.observe.engine_stats import total_stats
@@ -122,6 +122,14 @@ class EngineAccess:
         if self._adapters is None:
             raise RequestError("enable_lora", False, "must be True for LoRA adapters: make the engine with it")
         return self._adapters
+
+    def known_adapters(self) -> list[AdapterInfo]:
+        """The LoRA adapters that the engine knows, without their weights. Raises RequestError without `enable_lora`."""
+        return [dataclasses.replace(each, loaded=None) for each in self.adapters.known()]
+
+    def remove_adapter(self, adapter: str | int) -> bool:
+        """Forget a LoRA adapter, by name or lora_int_id. Running requests keep it. False if there is none."""
+        return self.adapters.remove(adapter)
 
     def _adapter_of(self, request: object) -> Future[LoadedAdapter] | None:
         """The adapter of a request; None: the base model alone. Raises RequestError for an unknown adapter."""

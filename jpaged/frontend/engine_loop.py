@@ -13,7 +13,7 @@ from concurrent.futures import InvalidStateError
 from jpaged.engine.engine import Engine
 from jpaged.errors import EngineError, RequestError
 from jpaged.frontend.arrivals import Arrivals
-from jpaged.frontend.commands import Abort, Add, Call, Command, CommandQueue, Inspect, Pause, Update
+from jpaged.frontend.commands import Abort, Add, Call, Command, CommandQueue, Inspect, Pause, Stop, Update
 from jpaged.frontend.engine_turns import EngineTurns
 from jpaged.frontend.live_requests import LiveRequests
 from jpaged.frontend.pause_control import PauseControl
@@ -111,6 +111,8 @@ class EngineLoop:
                 self.arrivals.note_queued(request_group)
             case Abort(request_id):
                 self.requests.abort(request_id)
+            case Stop(request_id, index, num_tokens):
+                self.requests.stop(request_id, index, num_tokens)
             case Inspect(answer):
                 self.engine.inspect(answer)
             case Call(work, answer) if answer.set_running_or_notify_cancel():

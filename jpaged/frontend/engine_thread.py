@@ -23,11 +23,10 @@ from jpaged.engine.observe.inspect import EngineCapture
 from jpaged.engine.request_group import RequestGroup
 from jpaged.errors import EngineError, NoWeightsError
 from jpaged.frontend.arrivals import Arrivals
-from jpaged.frontend.commands import Abort, Add, CommandQueue, Inspect, Pause, Update
+from jpaged.frontend.commands import Abort, Add, CommandQueue, Inspect, Pause, Stop, Update
 from jpaged.frontend.engine_loop import EngineLoop
 from jpaged.frontend.engine_turns import EngineTurns
 from jpaged.frontend.live_requests import LiveRequests
-from jpaged.frontend.output_stream import OutputStream
 from jpaged.frontend.pause_control import PauseControl
 from jpaged.frontend.pausing import PauseMode, UpdateMode
 from jpaged.frontend.update_control import UpdateControl
@@ -75,7 +74,7 @@ class EngineThread:
         finally:
             self.arrivals.cancel(request_group)
 
-    def add(self, request_group: RequestGroup, stream: OutputStream) -> None:
+    def add(self, request_group: RequestGroup, stream: Any) -> None:
         """Add a request group, which may be reserved by `routed`. Its outputs go to `stream`.
 
         Raises EngineError when the engine is closed or has ended, and CapacityError if the queue is full.
@@ -100,6 +99,10 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""
         self.commands.submit(Abort(request_id))
+
+    def stop(self, request_id: str, index: int, num_tokens: int) -> None:
+        """End an answer whose text has ended after `num_tokens` tokens. One that has ended is ignored."""
+        self.commands.submit(Stop(request_id, index, num_tokens))
 
     def inspect(self, engine: int = 0) -> Future[EngineCapture]:
         """Capture the engine's state between two steps. Raises EngineError as `add`. engine: 0, as there is one."""

@@ -110,6 +110,11 @@ class EngineThreads:
         if not any(thread.commands.is_open and thread.arrivals.has_room(num_tokens) for thread in generating):
             next((thread for thread in generating if thread.commands.is_open), generating[0]).check_room(num_tokens)
 
+    def stop(self, request_id: str, index: int, num_tokens: int) -> None:
+        """End an answer whose text has ended after `num_tokens` tokens. One that has ended is ignored."""
+        for thread in self.threads:
+            thread.stop(request_id, index, num_tokens)
+
     def abort(self, request_id: str) -> None:
         """End a request. An id that is not in use is ignored."""
         for thread in self.threads:

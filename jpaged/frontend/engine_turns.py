@@ -64,6 +64,7 @@ class EngineTurns:
         else:
             self._step_error = None
             self._requests.post((output.request_id, output) for output in outputs)
+        self._requests.post_tokens()
         self._last_step = time.monotonic()
         self._next_check = max(self._last_step + CHECK_AFTER_SECONDS, self._last_check + CHECK_EVERY_SECONDS)
 

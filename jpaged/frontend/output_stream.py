@@ -1,21 +1,62 @@
 """Carries the outputs of one request from the engine's thread to its reader on an event loop."""
 
 import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 from jpaged.engine.engine import Output
 from jpaged.errors import JPagedError
 from jpaged.outputs import RequestOutput
 
+Tokens = tuple[Sequence[int], Sequence[int]]  # numbers of streams, and a token of each
+Results = Sequence[tuple[Any, Output | JPagedError]]  # (stream, output or error)
+
+
+class Reader(Protocol):
+    """Reads several streams: an event loop, or the front end in another process. Hashable.
+
+    takes_tokens: it makes the text, and wants nothing but the tokens of a plain stream until its end.
+    """
+
+    takes_tokens: bool
+
+    def post(self, results: Results, tokens: Tokens) -> None:
+        """Take the results of a step; `tokens` come before them. Any thread may call it.
+
+        Raises RuntimeError if the reader is gone.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopReader:
+    """The streams of an event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    takes_tokens: ClassVar[bool] = False
+
+    def post(self, results: Results, tokens: Tokens) -> None:
+        """Put outputs and errors into their streams, with one call of the loop. There are no `tokens`."""
+        self.loop.call_soon_threadsafe(put_all, results)
+
+
+def put_all(results: Results) -> None:
+    """Put outputs and errors into their streams. Called on the event loop of the streams."""
+    for stream, result in results:
+        stream.put(result)
+
 
 class OutputStream:
     """Holds the latest output of one request until its reader gets it.
 
-    loop:   the reader's event loop.
+    loop:   the event loop of its reader.
+    reader: reads all streams of that loop.
     deltas: each output has only the new part. An unread output is joined with the next one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool = False):
         self.loop = loop
+        self.reader = LoopReader(loop)
         self.deltas = deltas
         self.aborted = False  # the caller aborted the request before its prompt was tokenised
         self._unread: Output | JPagedError | None = None

@@ -252,6 +252,8 @@ def serve(
     tls: ssl.SSLContext | None = None,
     metrics: MetricsPort | None = None,
     has_page: bool = False,
+    announces: bool = True,
+    owns_address: bool = True,
 ) -> int:
     """Serve until SIGINT or SIGTERM. Then refuse new requests, and give running ones `shutdown_timeout` seconds.
 
@@ -259,6 +261,8 @@ def serve(
     tls:     for https. None: http.
     metrics: serve metrics on a port of their own as well, without TLS.
     has_page: the application has a page at /ui: print its address.
+    announces: print where the server listens, and when it stops.
+    owns_address: remove the file of a Unix socket at the end.
 
     Returns the exit status: 0 after a signal, 1 if the engine has ended by itself. If a thread still parses, tokenises,
     compiles or renders `CLOSE_SECONDS` after the timeout, the process ends with status 1.
@@ -280,6 +284,8 @@ def serve(
     side = None if metrics is None else _SideServer(metrics)
 
     def ready() -> None:
+        if not announces:
+            return
         if metrics is not None:
             say(f"metrics: {_url(metrics.address.getsockname(), False)}/metrics")
         url = _url(name, tls is not None)
@@ -296,9 +302,10 @@ def serve(
     try:
         server.run(sockets=[address])
     finally:
-        if isinstance(name, str):
+        if isinstance(name, str) and owns_address:
             pathlib.Path(name).unlink(missing_ok=True)
-    say(f"stopped after {time.monotonic() - began:.1f} s")
+    if announces:
+        say(f"stopped after {time.monotonic() - began:.1f} s")
     return 1 if server.fatal else 0
 
 

@@ -14,6 +14,7 @@ from jpaged.errors import RequestError
 
 if TYPE_CHECKING:
     from jpaged.async_llm import AsyncLLM
+    from jpaged.frontend.remote.remote_engine import RemoteEngine
     from jpaged.serving.adapters.served_adapters import ServedAdapters
 
 Module = tuple[str, str, str | None]  # name, path, base_model_name
@@ -75,8 +76,9 @@ def check_folders(flag: str, folders: Sequence[pathlib.Path]) -> None:
 
 
 def served_adapters(
-    engine: "AsyncLLM", names: Sequence[str], modules: Sequence[Module], folders: Sequence[pathlib.Path] = ()
-) -> "ServedAdapters | None":
+    engine: "AsyncLLM | RemoteEngine", names: Sequence[str], modules: Sequence[Module],
+    folders: Sequence[pathlib.Path] = (),
+) -> "ServedAdapters | None":  # fmt: skip
     """Load the adapters of the flags. None without --enable-lora. Closes the engine if one cannot be loaded.
 
     names: of the model. Raises RequestError and ModelLoadError.

@@ -111,7 +111,8 @@ def _engine_flags() -> type:
             hint, default = hint | None, None
         flag = annotated_flag(field.name, hint, docs[field.name], default)
         fields.append((field.name, flag, dataclasses.field(default=default)))
-    return dataclasses.make_dataclass("EngineFlags", fields, frozen=True, kw_only=True)
+    namespace = {"__module__": __name__}  # so that it can be pickled: front ends get the flags
+    return dataclasses.make_dataclass("EngineFlags", fields, frozen=True, kw_only=True, namespace=namespace)
 
 
 EngineFlags: Any = _engine_flags()

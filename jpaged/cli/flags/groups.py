@@ -56,7 +56,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "allowed_headers", "allow_credentials", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
         "ssl_cert_reqs",
     ),
-    "connection": ("uds", "shutdown_timeout", "max_connections_per_address", "batch_folder", "disable_ui"),
+    "connection": (
+        "uds", "api_server_count", "shutdown_timeout", "max_connections_per_address", "batch_folder", "disable_ui",
+    ),
     "log": (
         "verbose", "access_log", "log_format", "disable_log_stats", "metrics_port", "otlp_traces_endpoint",
         "profile_dir", "watchdog_seconds",

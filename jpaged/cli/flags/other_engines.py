@@ -19,7 +19,7 @@ SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": 
 SERVE: dict[str, tuple[Any, ...]] = {
     "enable_auto_tool_choice": (True,), "disable_log_requests": (True,), "enable_log_requests": (False,),
     "enable_prompt_tokens_details": (True,), "disable_frontend_multiprocessing": (False, True),
-    "api_server_count": (1,), "response_role": ("assistant",), "chat_template_content_format": ("auto", "string"),
+    "response_role": ("assistant",), "chat_template_content_format": ("auto", "string"),
 }  # fmt: skip
 
 

@@ -61,7 +61,8 @@ class AnswerWriter:
             repeats = output.repetition.append(token_id) and is_long
         if output.text is not None:
             if stops or is_full or completes_grammar or repeats:
-                stop_string = _append_last_text(request, output.text, token_id, stops=stops)
+                include = request.params.include_stop_str_in_output
+                stop_string = append_last_text(output.text, token_id, omit=stops and not include)
             else:
                 stop_string = output.text.add(token_id)
             if stop_string is not None:
@@ -121,13 +122,14 @@ class AnswerWriter:
         top_logprobs: Sequence[float],
     ) -> dict[int, Logprob]:
         """Log-probabilities at one position: the token itself first, then the requested number of most likely ones."""
-        entries = {token_id: self._entry(params, token_id, logprob, rank)}
+        entries = {token_id: self.entry(params, token_id, logprob, rank)}
         for top_rank, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
             if top_id != token_id:
-                entries[top_id] = self._entry(params, top_id, value, top_rank)
+                entries[top_id] = self.entry(params, top_id, value, top_rank)
         return entries
 
-    def _entry(self, params: SamplingParams, token_id: int, logprob: float, rank: int) -> Logprob:
+    def entry(self, params: SamplingParams, token_id: int, logprob: float, rank: int | None) -> Logprob:
+        """One entry, with the text of its token if the caller wants text."""
         decoder = self._decoder if params.detokenize else None
         if decoder is None:
             return Logprob(logprob, rank)
@@ -147,9 +149,12 @@ def stop_reason(request: Request, token_id: int) -> int | None:
     return None if main else token_id
 
 
-def _append_last_text(request: Request, text: AnswerText, token_id: int, *, stops: bool) -> str | None:
-    """Append the text of the token that ends the answer. Returns the stop string that it completes."""
-    if stops and not request.params.include_stop_str_in_output:
+def append_last_text(text: AnswerText, token_id: int, *, omit: bool) -> str | None:
+    """Append the text of the token that ends the answer. Returns the stop string that it completes.
+
+    omit: the token has no text, because it stops the answer.
+    """
+    if omit:
         text.add_without_text(token_id)
         return text.end()
     found = text.add(token_id)

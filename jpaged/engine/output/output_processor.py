@@ -72,6 +72,8 @@ class OutputProcessor:
         for request_group in news:
             if request_group.has_ended:
                 outputs.append(self._final_output(request_group))
+            elif request_group.sink is not None:
+                request_group.sink.add(request_group)
             elif request_group.streams:
                 outputs.append(request_group.strategy.output(request_group))
         return outputs
@@ -125,6 +127,20 @@ class OutputProcessor:
         """End all requests of a group that have not ended. Returns its final output."""
         self._finish((r for r in request_group.requests if not r.schedule.status.is_end), status)
         return self._final_output(request_group)
+
+    def stop(self, request_group: RequestGroup, index: int, num_tokens: int) -> Output | None:
+        """End one answer, whose text has ended after `num_tokens` tokens. Tokens after these do not count.
+
+        Returns the final output if no answer is left. An answer that has ended is left as it is.
+        """
+        request = request_group.requests[index]
+        if request.schedule.status.is_end:
+            return None
+        self._finish(request_group.strategy.ending_with(request_group, request), RequestStatus.STOPPED)
+        surplus = max(request.num_output_tokens - num_tokens, 0)
+        del request.token_ids[len(request.token_ids) - surplus :]
+        self._counters.generated_tokens -= surplus
+        return self._final_output(request_group) if request_group.has_ended else None
 
     def fail_touched(self) -> tuple[str, ...]:
         """End request groups that run or have tokens in flight: a failed step may affect them. Returns their ids."""

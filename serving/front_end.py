@@ -1,0 +1,71 @@
+"""A front end: a process with the HTTP server, and no engine. `FrontEnds` starts it, and writes its settings to stdin.
+
+Imported late: the server and the tokenizer, while the engine's process loads the model.
+"""
+
+import dataclasses
+import pickle
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from jpaged.errors import EngineError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from jpaged.cli.serve import Serve
+    from jpaged.frontend.remote.remote_engine import RemoteEngine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrontEndSettings:
+    """What a front end is started with. Numbers are of file descriptors that it inherits."""
+
+    serve: "Serve"        # the flags of the command line
+    channel: int
+    questions: int
+    address: int
+    metrics_address: int | None  # None: it does not serve --metrics-port
+    announces: bool       # prints where the server listens
+
+
+def main() -> int:
+    """Serve until SIGTERM, or until the engine's process ends. Returns the exit status."""
+    settings = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent wrote it
+    assert isinstance(settings, FrontEndSettings)
+    from jpaged.frontend.remote.remote_engine import RemoteEngine
+
+    serve = settings.serve
+    application = serve.prepare()
+    try:
+        engine = RemoteEngine(socket.socket(fileno=settings.channel), socket.socket(fileno=settings.questions))
+    except EngineError:  # the engine could not be built: its process says why
+        return 1
+    app = application(engine)
+    _connect_first(app, engine)
+    metrics = None if settings.metrics_address is None else socket.socket(fileno=settings.metrics_address)
+    return serve.serve_app(
+        app, engine, socket.socket(fileno=settings.address), metrics, announces=settings.announces, owns_address=False
+    )
+
+
+def _connect_first(app: "Starlette", engine: "RemoteEngine") -> None:
+    """Connect to the engine on the event loop that serves."""
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def connected(app: "Starlette") -> AsyncGenerator[None]:
+        await engine.connect()
+        async with lifespan(app):
+            yield
+
+    app.router.lifespan_context = connected
+
+
+if __name__ == "__main__":
+    from jpaged.serving import front_end  # the class of the settings is that module's, and not __main__'s
+
+    sys.exit(front_end.main())
