@@ -1,11 +1,11 @@
-"""Overhead of the HTTP server alone: streamed tokens per second, processor time a token, and the first byte.
+"""Overhead of a front end alone: streamed tokens per second, processor time a token, and the first byte.
 
     python benchmarks/server_overhead.py [--streams 64] [--tokens 2000] [--rates 10000 25000 50000]
 
-The engine is a mock: it makes tokens for all streams at each rate, and computes nothing. Like the real engine, it runs
-in a thread of the server's process, which has one core. The client of `jpaged bench serve` runs on another core. A
-token that is not sent before the next one exists shares an event with it. While the streams run, other requests arrive
-one at a time. The first byte is measured on these requests, and the mock makes their first token at once.
+In place of the engine's process there is a source of tokens: it makes tokens for all streams at each rate, computes
+nothing, and sends one message a step, as the engine does. The front end has one core. The client of `jpaged bench
+serve` and the source run on another core. A token that is not sent before the next one exists shares an event with it.
+While the streams run, other requests arrive one at a time. The first byte is measured on these requests.
 """
 
 import argparse
@@ -19,20 +19,35 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
+import jpaged
 from jpaged.cli.common.results import machine
-from jpaged.frontend.output_stream import OutputStream, put_all
+from jpaged.config import EngineConfig
+from jpaged.engine.input.model_limits import ModelLimits
+from jpaged.frontend.remote.messages import (
+    Abort,
+    Begin,
+    FrameReader,
+    Results,
+    frame,
+    message_of_front_end,
+    token_frame,
+)
+from jpaged.frontend.remote.questions import answer_questions
+from jpaged.frontend.remote.remote_engine import RemoteEngine
+from jpaged.frontend.remote.welcome import Welcome
 from jpaged.load_client.backends import BACKENDS, LoadRequest
 from jpaged.load_client.connection import Endpoint
 from jpaged.load_client.run import Target, send_all
+from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from jpaged.params.sampling import SamplingParams
 from jpaged.serving.application import create_app
+from jpaged.serving.front_end import connect_first
 from jpaged.serving.server_state import Server
 from jpaged.serving.web.connection import bounded_connection
 
@@ -43,83 +58,101 @@ NUM_PROBES = 40
 class _Answer:
     """One running answer."""
 
-    stream: OutputStream
     count: int          # tokens to make
     made: int = 0
 
-    def next_output(self) -> RequestOutput:
-        """Make a token. Returns the new part of the answer, as the engine does for a stream."""
-        self.made += 1
-        done = "length" if self.made >= self.count else None
-        output = CompletionOutput(0, " abc", [7], None, None, done)
-        return RequestOutput("mock", None, [1], [output], done is not None, RequestMetrics(0.0))
 
+class Source:
+    """Stands in for the engine's process: makes a token for every running answer in each step, and one message a step.
 
-class MockEngine:
-    """Makes a token for every running answer in each step. The steps follow a rate of tokens per second."""
+    The steps follow a rate of tokens per second.
+    """
 
-    default_sampling_params = SamplingParams()
-    max_model_len = 10**6
+    def __init__(self, channel: socket.socket, questions: socket.socket, tokens_per_second: float):
+        self._channel, self._rate = channel, tokens_per_second
+        self._answers: dict[int, _Answer] = {}
+        self._lock = threading.Lock()
+        answer_questions(cast(Any, self), questions)
+        tokenizer = load_tokenizer(Path(jpaged.__file__).parent / "demo_model")
+        assert tokenizer is not None
+        limits = ModelLimits(vocab_size=len(tokenizer), max_model_len=10**6, max_logprobs=20)
+        self._channel.sendall(
+            frame(Welcome(EngineConfig(model="demo"), limits, tokenizer, SamplingParams(), 256, 1, None, False))
+        )
+
     is_ready = True
 
-    def __init__(self, tokens_per_second: float):
-        self._rate = tokens_per_second
-        self._answers: dict[str, _Answer] = {}
-        self._thread: threading.Thread | None = None
+    def stats(self) -> EngineStats:
+        """Nothing has run."""
+        return EngineStats(1, 16, 0, 0, len(self._answers), 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        loop = asyncio.get_running_loop()
-        stream = OutputStream(loop, deltas=True)
-        answer = _Answer(stream, sampling_params.max_tokens or 16)
-        stream.put(answer.next_output())
-        self._answers[request_id] = answer
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
-            self._thread.start()
-        try:
-            while True:
-                output = await stream.get()
-                assert isinstance(output, RequestOutput)
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._answers.pop(request_id, None)
+    def metrics(self, engine: int = 0) -> None:
+        """None: there are no metrics."""
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def run(self) -> None:
+        """Make tokens until the process is killed."""
+        threading.Thread(target=self._read, daemon=True).start()
         due = time.perf_counter()
         while True:
             now = time.perf_counter()
             due = max(due, now - 0.1)
-            while due <= now:  # several steps, if the server held Python's lock: a device would not wait
-                running = [answer for answer in self._answers.copy().values() if answer.made < answer.count]
-                if running:
-                    loop.call_soon_threadsafe(put_all, [(answer.stream, answer.next_output()) for answer in running])
-                due += max(len(running), 1) / self._rate
+            while due <= now:
+                due += max(self._step(), 1) / self._rate
             time.sleep(max(due - time.perf_counter(), 0))
 
-    def stats(self) -> EngineStats:
-        return EngineStats(1, 16, 0, 0, len(self._answers), 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
+    def _step(self) -> int:
+        """Make one token of each answer. Returns their number."""
+        with self._lock:
+            running = list(self._answers.items())
+            ended = [number for number, answer in running if answer.made + 1 == answer.count]
+            for number in ended:
+                del self._answers[number]
+        ids = [100 + number % 200 for number, _ in running]
+        data = b""
+        if len(ended) < len(running):
+            pairs = [(number, token_id) for (number, _), token_id in zip(running, ids, strict=True)]
+            pairs = [pair for pair in pairs if pair[0] not in ended]
+            data = token_frame([number for number, _ in pairs], [token_id for _, token_id in pairs])
+        if ended:
+            data += frame(Results(tuple((number, _last(100 + number % 200)) for number in ended)))
+        for _, answer in running:
+            answer.made += 1
+        if data:
+            self._channel.sendall(data)
+        return len(running)
 
-    num_engines = 1
+    def _read(self) -> None:
+        frames = FrameReader()
+        while data := self._channel.recv(2**16):
+            for _, content in frames.feed(data):
+                message = message_of_front_end(content)
+                with self._lock:
+                    if isinstance(message, Begin):
+                        assert isinstance(message.params, SamplingParams)
+                        self._answers[message.number] = _Answer(message.params.max_tokens or 16)
+                    elif isinstance(message, Abort):
+                        self._answers.pop(message.number, None)
 
-    def metrics(self, engine: int = 0) -> None:
-        """None: the mock has no metrics."""
 
-    def get_tokenizer(self) -> None:
-        """None: prompts are token ids."""
-
-    def close(self) -> None:
-        """Do nothing."""
+def _last(token_id: int) -> RequestOutput:
+    output = CompletionOutput(0, "", [token_id], None, None, "length")
+    return RequestOutput("mock", None, [1], [output], True, RequestMetrics(0.0))
 
 
-def serve(connection: Any, rate: float, core: int | None) -> None:
+def make_tokens(channel: socket.socket, questions: socket.socket, rate: float, core: int | None) -> None:
+    """Run a source of tokens until the process is killed. On the client's core: the front end has its own."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    Source(channel, questions, rate).run()
+
+
+def serve(connection: Any, channel: socket.socket, questions: socket.socket, core: int | None) -> None:
     """Serve until the process is killed. Answers each message on `connection` with the processor seconds so far."""
     if core is not None:
         os.sched_setaffinity(0, {core})
-    app = create_app(Server(engine=MockEngine(rate), model_names=("mock",)))  # ty: ignore[invalid-argument-type]
+    engine = RemoteEngine(channel, questions)
+    app = create_app(Server(engine=engine, model_names=("mock",)))
+    connect_first(app, engine)
     with socket.create_server(("127.0.0.1", 0)) as address:
         config = uvicorn.Config(app, http=bounded_connection(), log_level="warning", access_log=False, ws="none")
         server = uvicorn.Server(config)
@@ -153,8 +186,12 @@ class Row:
 def measure(rate: float, streams: int, tokens: int, cores: list[int | None]) -> Row:
     """Measure one rate, with a new server."""
     ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, rate, cores[0]), daemon=True)
+    spawn = multiprocessing.get_context("spawn").Process
+    channels, questions = socket.socketpair(), socket.socketpair()
+    server = spawn(target=serve, args=(theirs, channels[0], questions[0], cores[0]), daemon=True)
+    source = spawn(target=make_tokens, args=(channels[1], questions[1], rate, cores[1]), daemon=True)
     server.start()
+    source.start()
     if cores[1] is not None:
         os.sched_setaffinity(0, {cores[1]})
     endpoint = Endpoint.parse(f"http://127.0.0.1:{ours.recv()}/v1/completions")
@@ -171,8 +208,9 @@ def measure(rate: float, streams: int, tokens: int, cores: list[int | None]) -> 
     requests = [LoadRequest([1], tokens)] * streams + [LoadRequest([1], 1)] * NUM_PROBES
     run = asyncio.run(send_all(target, requests, [0.0] * streams + later))
     used = processor_seconds() - before
-    server.kill()
-    server.join()
+    for process in (server, source):
+        process.kill()
+        process.join()
     for answer, request in zip(run.answers, requests, strict=True):
         assert answer.error is None, answer.error
         assert answer.num_output_tokens == request.output_len

@@ -45,14 +45,14 @@ def main() -> int:
     except EngineError:  # the engine could not be built: its process says why
         return 1
     app = application(engine)
-    _connect_first(app, engine)
+    connect_first(app, engine)
     metrics = None if settings.metrics_address is None else socket.socket(fileno=settings.metrics_address)
     return serve.serve_app(
         app, engine, socket.socket(fileno=settings.address), metrics, announces=settings.announces, owns_address=False
     )
 
 
-def _connect_first(app: "Starlette", engine: "RemoteEngine") -> None:
+def connect_first(app: "Starlette", engine: "RemoteEngine") -> None:
     """Connect to the engine on the event loop that serves."""
     lifespan = app.router.lifespan_context
 
