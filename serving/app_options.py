@@ -31,6 +31,8 @@ class AppOptions:
     disable_log_stats: do not log statistics every 10 seconds.
     keep_responses: store the answers of /v1/responses, for clients to retrieve.
     files: folder of /v1/files and /v1/batches. None: these routes do not exist.
+    keeper: socket of the front end that keeps responses, files and batches. None: this application does.
+    forwards_files: the keeper has /v1/files and /v1/batches.
     weights_dirs: checkpoints below them may replace the weights while the server runs. Needs an admin key.
     """
 
@@ -46,4 +48,6 @@ class AppOptions:
     disable_log_stats: bool = False
     keep_responses: bool = True
     files: FileStore | None = None
+    keeper: str | None = None
+    forwards_files: bool = False
     weights_dirs: tuple[pathlib.Path, ...] = ()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -12,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jpaged.errors import JPagedError
 from jpaged.serving.adapters import routes as routes_adapters
@@ -31,6 +33,7 @@ from jpaged.serving.openai_api import routes_embeddings, routes_models, routes_s
 from jpaged.serving.openai_api.routes_chat import batch_chat_completions, chat_completions
 from jpaged.serving.openai_api.routes_completions import completions, generate
 from jpaged.serving.openai_api.routes_invocations import invocations
+from jpaged.serving.peers import Board, Peers
 from jpaged.serving.responses import routes as routes_responses
 from jpaged.serving.responses.store import MAX_BYTES, ResponseStore
 from jpaged.serving.schemas.answers import MODEL_INFO_PATHS
@@ -40,6 +43,7 @@ from jpaged.serving.web.auth import ADMIN, OPEN_PATHS, RequireKey
 from jpaged.serving.web.body_process import kill_children
 from jpaged.serving.web.browser_guards import CheckHost, RequireJson
 from jpaged.serving.web.error_responses import ClientDisconnected, handle_error
+from jpaged.serving.web.forward import Forward, ForwardedClient
 from jpaged.serving.web.intake import CountRequests, Intake
 from jpaged.serving.web.root_path import RemoveRootPath
 from jpaged.serving.web.stopping import AnswerWhenStopped
@@ -60,7 +64,6 @@ ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/chat/completions/batch", batch_chat_completions, methods=["POST"]),
     *posts("/inference/v1/generate", generate),
-    *routes_responses.ROUTES,
     *routes_messages.ROUTES,
     *posts("/v1/embeddings", routes_embeddings.embeddings),
     *posts("/pooling", routes_embeddings.pooling),
@@ -86,13 +89,19 @@ ROUTES = [
 HANDLERS = dict.fromkeys((JPagedError, HTTPException, ClientDisconnected, Exception), handle_error)
 
 
-def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
-    """Make the application of a running engine. It closes the engine when it shuts down."""
+def create_app(server: Server, options: AppOptions = AppOptions(), board: Board | None = None) -> Starlette:
+    """Make the application of a running engine. It closes the engine when it shuts down.
+
+    board: reaches the server's other front ends; None: there are none.
+    """
     page = Page.read() if options.ui else Page({})
     admin = [*routes_admin.routes(options.profile_dir), *routes_adapters.routes(), *routes_weights.routes()]
     admin = admin if options.admin_keys else []
     tokenizer = [Route("/tokenizer_info", routes_text.tokenizer_info)] if options.tokenizer_info else []
-    files = routes_files.ROUTES if options.files is not None else []
+    kept = _kept_routes(options)
+    if options.keeper is not None:
+        forward = Forward(options.keeper)
+        kept = [Route(route.path, cast(Any, forward), methods=list(route.methods or ())) for route in kept]
     admin_paths = frozenset(route.path for route in admin if isinstance(route, Route))
     key_rules = KeyRules(bool(options.api_keys), OPEN_PATHS | page.paths, admin_paths)
     intake = Intake()
@@ -120,7 +129,7 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
         await run_in_threadpool(server.engine.close)
 
     app = Starlette(
-        routes=[*ROUTES, *tokenizer, *files, *admin, *page.routes()],
+        routes=[*ROUTES, *kept, *tokenizer, *admin, *page.routes()],
         middleware=_middleware(options, key_rules, intake, server_metrics, bool(page.files)),
         exception_handlers=HANDLERS,
         lifespan=lifespan,
@@ -134,13 +143,36 @@ def create_app(server: Server, options: AppOptions = AppOptions()) -> Starlette:
     app.state.responses = ResponseStore(MAX_BYTES if options.keep_responses else 0)
     app.state.files, app.state.batches = options.files, batches
     app.state.weights = ServedWeights(engine, options.weights_dirs)
+    app.state.options = options
+    app.state.peers = Peers(board, intake, server_metrics.http)
     return app
+
+
+def _kept_routes(options: AppOptions) -> list[Route]:
+    """Routes whose state one process keeps for all front ends."""
+    has_files = options.files is not None or options.forwards_files
+    return [*routes_responses.ROUTES, *(routes_files.ROUTES if has_files else [])]
+
+
+def keeper_app(app: Starlette) -> ASGIApp:
+    """Make the application for what other front ends forward to `app`. They count the requests, and check the keys."""
+    options: AppOptions = app.state.options
+    layers = [
+        Middleware(ForwardedClient),
+        Middleware(HTTPObserver, metrics=ServerMetrics(lambda: (), ""), access_log=False),
+    ]
+    if options.api_keys:  # once more: the key says whose response it is
+        layers.append(Middleware(RequireKey, keys=options.api_keys, guards=lambda _: True, name="API key"))
+    made = Starlette(routes=_kept_routes(options), middleware=layers, exception_handlers=HANDLERS)
+    made.router.redirect_slashes = False
+    made.state = app.state
+    return made
 
 
 def _batch_app(server: Server, metrics: ServerMetrics) -> Starlette:
     """Make the application that runs the requests of batches. It requires no keys, and stores no responses."""
     observer = Middleware(HTTPObserver, metrics=metrics, access_log=False)
-    app = Starlette(routes=ROUTES, middleware=[observer], exception_handlers=HANDLERS)
+    app = Starlette(routes=[*ROUTES, *routes_responses.ROUTES], middleware=[observer], exception_handlers=HANDLERS)
     app.state.server = server
     app.state.responses = ResponseStore(0)
     return app

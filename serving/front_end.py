@@ -11,13 +11,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from jpaged.errors import EngineError
+from jpaged.errors import EngineError, JPagedError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from jpaged.cli.serve import Serve
     from jpaged.frontend.remote.remote_engine import RemoteEngine
+
+
+BAD_FLAGS = 2  # exit status
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,9 @@ class FrontEndSettings:
     questions: int
     address: int
     metrics_address: int | None  # None: it does not serve --metrics-port
-    announces: bool       # prints where the server listens
+    keeper_address: int | None   # it keeps responses, files and batches, and others forward to this socket
+    keeper: str | None           # path of that socket, for the others
+    announces: bool              # prints where the server listens
 
 
 def main() -> int:
@@ -39,17 +44,25 @@ def main() -> int:
     from jpaged.frontend.remote.remote_engine import RemoteEngine
 
     serve = settings.serve
-    application = serve.prepare()
+    try:
+        application = serve.prepare(keeps=settings.keeper is None, keeper=settings.keeper)
+    except JPagedError as error:
+        print(f"jpaged: {error}", file=sys.stderr)
+        return BAD_FLAGS
     try:
         engine = RemoteEngine(socket.socket(fileno=settings.channel), socket.socket(fileno=settings.questions))
     except EngineError:  # the engine could not be built: its process says why
         return 1
     app = application(engine)
     connect_first(app, engine)
-    metrics = None if settings.metrics_address is None else socket.socket(fileno=settings.metrics_address)
     return serve.serve_app(
-        app, engine, socket.socket(fileno=settings.address), metrics, announces=settings.announces, owns_address=False
-    )
+        app, engine, socket.socket(fileno=settings.address), _inherited(settings.metrics_address),
+        keeper_address=_inherited(settings.keeper_address), announces=settings.announces, owns_address=False,
+    )  # fmt: skip
+
+
+def _inherited(fileno: int | None) -> socket.socket | None:
+    return None if fileno is None else socket.socket(fileno=fileno)
 
 
 def connect_first(app: "Starlette", engine: "RemoteEngine") -> None:

@@ -15,12 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING
 
 from jpaged.errors import EngineError, RequestError
+from jpaged.frontend.remote.board import HostBoard
 from jpaged.frontend.remote.host import FrontEndLink
-from jpaged.serving.front_end import FrontEndSettings
+from jpaged.serving.front_end import BAD_FLAGS, FrontEndSettings
 from jpaged.serving.web.log_format import say
 
 if TYPE_CHECKING:
@@ -53,6 +55,12 @@ class FrontEnds:
         self._serve = serve
         self._address, self._metrics_address = address, metrics_address
         self._running: dict[int, _FrontEnd] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="jpaged-")  # only its owner may open it
+        self._board = HostBoard()
+        self._keeper_path, self._keeper_address = str(pathlib.Path(self._folder.name, "keeper")), None
+        if count > 1:
+            self._keeper_address = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._keeper_address.bind(self._keeper_path)
         self._num_quick = 0
         self._num_signals = 0
         self._is_stopping = False
@@ -92,7 +100,7 @@ class FrontEnds:
         """Connect a front end, wait for its end, and start it again, until the server stops."""
         while True:
             each = self._running[index]
-            each.link = FrontEndLink(engine, each.channel, each.questions, lambda: None)
+            each.link = FrontEndLink(engine, each.channel, each.questions, lambda: None, self._board)
             await each.link.open()
             if self._failed is not None:
                 each.link.tell_fatal(self._failed)
@@ -102,6 +110,9 @@ class FrontEnds:
                 return
             quick = time.monotonic() - each.began < QUICK_SECONDS
             self._num_quick = self._num_quick + 1 if quick else 0
+            if status == BAD_FLAGS:  # it has said what is wrong
+                self._fail(EngineError("no front end can be started"))
+                return
             if self._num_quick >= MAX_QUICK:
                 logger.critical("a front end has ended %d times at once, with status %d", MAX_QUICK, status)
                 self._fail(EngineError("no front end can be started"))
@@ -112,13 +123,16 @@ class FrontEnds:
     def _start(self, index: int) -> None:
         channel, channel_there = socket.socketpair()
         questions, questions_there = socket.socketpair()
-        metrics = self._metrics_address if index == 0 else None
+        is_keeper = index == 0
+        metrics, keeper = (self._metrics_address, self._keeper_address) if is_keeper else (None, None)
         settings = FrontEndSettings(
             serve=self._serve, channel=channel_there.fileno(), questions=questions_there.fileno(),
             address=self._address.fileno(), metrics_address=None if metrics is None else metrics.fileno(),
+            keeper_address=None if keeper is None else keeper.fileno(),
+            keeper=None if is_keeper else self._keeper_path,
             announces=index == 0 and index not in self._running,
         )  # fmt: skip
-        fds = [channel_there, questions_there, self._address, *([] if metrics is None else [metrics])]
+        fds = [channel_there, questions_there, self._address, *(each for each in (metrics, keeper) if each is not None)]
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "jpaged.serving.front_end"],
@@ -161,6 +175,7 @@ class FrontEnds:
             self._end_all()
 
     def _remove_address(self) -> None:
+        self._folder.cleanup()
         path = self._serve.uds
         if path is not None:
             pathlib.Path(path).unlink(missing_ok=True)

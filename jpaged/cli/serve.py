@@ -137,9 +137,9 @@ class Serve(ChatFlags):
         if self.max_connections_per_address < 1:
             value = self.max_connections_per_address
             raise RequestError("max_connections_per_address", value, "must be at least 1")
-        application = self.prepare()
-        self.access.tls().context()  # raises the errors of its files
         count = self._num_front_ends(options)
+        application = self.prepare(keeps=count is None)
+        self.access.tls().context()  # raises the errors of its files
         address = take_address(self.host, self.port) if self.uds is None else take_unix_socket(self.uds)
         metrics_address = None
         if self.metrics_port is not None:
@@ -156,16 +156,21 @@ class Serve(ChatFlags):
 
     def serve_app(
         self, app: "Starlette", engine: "AsyncLLM | RemoteEngine", address: "socket.socket",
-        metrics_address: "socket.socket | None", *, announces: bool = True, owns_address: bool = True,
+        metrics_address: "socket.socket | None", *, keeper_address: "socket.socket | None" = None,
+        announces: bool = True, owns_address: bool = True,
     ) -> int:  # fmt: skip
-        """Serve an application until a signal. announces, owns_address: as for `process.serve`."""
+        """Serve an application until a signal.
+
+        keeper_address: socket for what other front ends forward. announces, owns_address: as for `process.serve`.
+        """
         from jpaged.serving.admin.routes_metrics import metrics_app
+        from jpaged.serving.application import keeper_app
         from jpaged.serving.web.connection import ConnectionLimits
-        from jpaged.serving.web.process import MetricsPort, serve
+        from jpaged.serving.web.process import SidePort, serve
 
         metrics = None
         if metrics_address is not None:
-            metrics = MetricsPort(metrics_app(app.state.metrics), metrics_address)
+            metrics = SidePort(metrics_app(app.state.metrics, app.state.peers), metrics_address)
         return serve(
             app,
             address,
@@ -174,6 +179,7 @@ class Serve(ChatFlags):
             engine=engine,
             tls=self.access.tls().context(),
             metrics=metrics,
+            keeper=None if keeper_address is None else SidePort(keeper_app(app), keeper_address, self.shutdown_timeout),
             has_page=not self.disable_ui,
             announces=announces,
             owns_address=owns_address,
@@ -185,8 +191,6 @@ class Serve(ChatFlags):
             return None
         from jpaged.serving.front_ends import checked_count
 
-        if self.api_server_count > 1:
-            raise RequestError("api_server_count", self.api_server_count, "must be 1: more are not built yet")
         return checked_count(self.api_server_count)
 
     def _serve_in_processes(
@@ -210,10 +214,14 @@ class Serve(ChatFlags):
 
         return AsyncLLM(**options, watchdog_seconds=self.watchdog_seconds)
 
-    def prepare(self, *, listens: bool = True) -> "Callable[[AsyncLLM | RemoteEngine], Starlette]":
+    def prepare(
+        self, *, listens: bool = True, keeps: bool = True, keeper: str | None = None
+    ) -> "Callable[[AsyncLLM | RemoteEngine], Starlette]":
         """Check the application's flags, before the model is loaded. Returns a function that makes the application.
 
         listens: --host and --port have an effect.
+        keeps:   this process keeps responses, files and batches, and logs statistics.
+        keeper:  otherwise the socket of the front end that does.
         """
         options = engine_options(self.engine, self.model_argument)
         host = self.host if listens and self.uds is None else None
@@ -234,11 +242,12 @@ class Serve(ChatFlags):
         if self.otlp_traces_endpoint is not None:
             tracer = RequestTracer(self.otlp_traces_endpoint, names[0])
         app_options = dataclasses.replace(
-            self.access.app_options(host),
+            self.access.app_options(host, keeps=keeps),
             ui=not self.disable_ui,
             tokenizer_info=self.enable_tokenizer_info_endpoint,
             access_log=self.access_log,
-            disable_log_stats=options.get("disable_log_stats", False),
+            disable_log_stats=options.get("disable_log_stats", False) or not keeps,
+            keeper=keeper,
             weights_dirs=self.weights_dirs,
         )
         for flag, folders in (("lora_dirs", self.lora_dirs), ("weights_dirs", self.weights_dirs)):
@@ -247,6 +256,7 @@ class Serve(ChatFlags):
         check_folders("weights_dirs", self.weights_dirs)
 
         def application(engine: "AsyncLLM | RemoteEngine") -> "Starlette":
+            from jpaged.async_llm import AsyncLLM
             from jpaged.serving.application import create_app
             from jpaged.serving.server_state import Server
 
@@ -256,7 +266,7 @@ class Serve(ChatFlags):
                 engine=client, model_names=names, root=options["model"], config=engine.config, chat=chat,
                 template_kwargs=self.chat_template_kwargs, adapters=adapters,
             )  # fmt: skip
-            return create_app(server, app_options)
+            return create_app(server, app_options, None if isinstance(engine, AsyncLLM) else engine)
 
         return application
 

@@ -82,8 +82,9 @@ class AdapterCard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts about an adapter that the registry does not have."""
+    """Facts about an adapter that the registry does not have. path: its folder, when they were read."""
 
+    path: str
     parent: str
     created: int
     chat_template: str | None = None
@@ -108,13 +109,13 @@ class ServedAdapters:
 
     def chat_template(self, name: str) -> str | None:
         """The chat template in an adapter's folder; None: it has none."""
-        facts = self._facts.get(name)
-        return None if facts is None else facts.chat_template
+        found = self._registry.find(name)
+        return None if found is None else self._facts_of(found).chat_template
 
     def cards(self) -> Iterator[AdapterCard]:
         """All adapters, in the order in which they were added."""
         for found in self._registry.known():
-            facts = self._facts.get(found.name) or _Facts(self._model_names[0], 0)
+            facts = self._facts_of(found)
             yield AdapterCard(found.name, found.path, facts.parent, facts.created)
 
     def names_text(self) -> str:
@@ -133,7 +134,7 @@ class ServedAdapters:
             if module.name in self._facts:
                 raise RequestError("lora_modules", module.name, "is there twice: a name belongs to one adapter")
             folder = Path(module.path).expanduser()
-            self._note(module.name, chat_template_of(folder), module.base_model_name)
+            self._note(module.name, str(folder), chat_template_of(folder), module.base_model_name)
             futures.append((module, self._registry.get(LoRARequest(module.name, self._number(), str(folder)))))
         for module, future in futures:
             try:
@@ -162,7 +163,7 @@ class ServedAdapters:
         await reading
         found = self._registry.find(name)
         if found is not None and found.path == str(folder):
-            self._note(name, template, None)
+            self._note(name, str(folder), template, None)
 
     def unload(self, name: str | None, number: int | None) -> str:
         """Forget an adapter by name, number, or both. Returns its name. Running requests keep it.
@@ -178,6 +179,17 @@ class ServedAdapters:
         self._registry.remove(found.name)
         self._facts.pop(found.name, None)
         return found.name
+
+    def _facts_of(self, found: AdapterInfo) -> _Facts:
+        """The facts about an adapter. Another front end may have loaded it, or loaded it again from another folder."""
+        facts = self._facts.get(found.name)
+        if facts is None or facts.path != found.path:
+            try:
+                template = chat_template_of(Path(found.path)) if found.path else None
+            except ModelLoadError:  # the folder is gone
+                template = None
+            self._note(found.name, found.path, template, None)
+        return self._facts[found.name]
 
     def _check_free(self, name: str, *, in_place: bool) -> None:
         if not in_place and self._registry.find(name) is not None:
@@ -206,8 +218,8 @@ class ServedAdapters:
             raise APIError(HTTPStatus.NOT_FOUND, message, param="lora_path", code="adapter_not_found")
         return folder, chat_template_of(folder)
 
-    def _note(self, name: str, template: str | None, parent: str | None) -> None:
-        self._facts[name] = _Facts(parent or self._model_names[0], int(time.time()), template)
+    def _note(self, name: str, path: str, template: str | None, parent: str | None) -> None:
+        self._facts[name] = _Facts(path, parent or self._model_names[0], int(time.time()), template)
 
 
 def chat_template_of(folder: Path) -> str | None:

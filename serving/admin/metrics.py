@@ -5,9 +5,12 @@ in `jpaged.metrics.Histogram` 0.2 us (`benchmarks/host_overhead.py`), and the en
 collector here copies the engine's metrics at each scrape.
 """
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client import generate_latest as plain_text
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -22,7 +25,7 @@ from prometheus_client.registry import Collector
 from jpaged import metric_families
 from jpaged.errors import JPagedError
 from jpaged.metric_families import MetricFamily, families_of
-from jpaged.metrics import EngineMetricsSnapshot
+from jpaged.metrics import EngineMetricsSnapshot, Histogram
 
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -74,36 +77,91 @@ def _prometheus_family(family: MetricFamily) -> Metric:
     return made
 
 
+@dataclasses.dataclass(slots=True)
+class HTTPCounts:
+    """Answered HTTP requests of one process, as plain data: processes send it to each other.
+
+    requests: by route, method and class of status. seconds: by route and method.
+    """
+
+    requests: Counter[tuple[str, str, str]] = dataclasses.field(default_factory=Counter)
+    seconds: dict[tuple[str, str], Histogram] = dataclasses.field(default_factory=dict)
+
+    def add(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """Count a request."""
+        method = method if method in METHODS else "other"  # clients choose it: labels must stay few
+        self.requests[handler, method, f"{status // 100}xx"] += 1
+        self.seconds.setdefault((handler, method), Histogram(REQUEST_SECONDS)).observe(seconds)
+
+    def merged(self, others: Sequence[Self]) -> "HTTPCounts":
+        """The sums of several processes."""
+        total = HTTPCounts(Counter(self.requests), {key: each.copy() for key, each in self.seconds.items()})
+        for other in others:
+            total.requests += other.requests
+            for key, each in other.seconds.items():
+                mine = total.seconds.setdefault(key, Histogram(each.bounds))
+                mine.counts = [a + b for a, b in zip(mine.counts, each.counts, strict=True)]
+                mine.sum += each.sum
+        return total
+
+
+class _HTTPCollector(Collector):
+    """Converts `counts` to prometheus_client's metric families."""
+
+    def __init__(self, counts: HTTPCounts):
+        self.counts = counts
+
+    def describe(self) -> list[Metric]:
+        """Return nothing, as `EngineCollector`."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield both families."""
+        text = "HTTP requests by route, method and class of status."
+        requests = CounterMetricFamily("http_requests", text, labels=("handler", "method", "status"))
+        for labels, count in self.counts.requests.items():
+            requests.add_metric(labels, count)
+        yield requests
+        text = "Time to answer a request, a stream to its end."
+        seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=("handler", "method"))
+        for labels, histogram in self.counts.seconds.items():
+            total, buckets = 0, []
+            for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+                total += count
+                buckets.append((str(bound), total))
+            seconds.add_metric(labels, buckets, histogram.sum)
+        yield seconds
+
+
 class ServerMetrics:
-    """Everything that `/metrics` shows: the engines, the HTTP requests, and the process."""
+    """Everything that `/metrics` shows: the engines, the HTTP requests, and the process.
+
+    http: the requests of this process.
+    """
 
     def __init__(self, snapshots: Snapshots, model_name: str):
         """snapshots: as `EngineCollector`. model_name: value of the label."""
+        self.http = HTTPCounts()
+        self._http = _HTTPCollector(self.http)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(snapshots, model_name))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
-        self._requests = Counter(
-            "http_requests", "HTTP requests by route, method and class of status.", ("handler", "method", "status"),
-            registry=self._registry,
-        )  # fmt: skip
-        self._seconds = Histogram(
-            "http_request_duration_seconds", "Time to answer a request, a stream to its end.", ("handler", "method"),
-            registry=self._registry, buckets=REQUEST_SECONDS,
-        )  # fmt: skip
+        self._registry.register(self._http)
 
     def note_request(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Count an answered HTTP request. handler: path of its route."""
-        method = method if method in METHODS else "other"  # clients choose it: labels must stay few
-        self._requests.labels(handler, method, f"{status // 100}xx").inc()
-        self._seconds.labels(handler, method).observe(seconds)
+        self.http.add(handler, method, status, seconds)
 
-    def text(self, accept: str) -> tuple[bytes, str]:
+    def text(self, accept: str, others: Sequence[HTTPCounts] = ()) -> tuple[bytes, str]:
         """Return the text, and its content type. accept: the header of the request. Takes milliseconds.
+
+        others: counts of the server's other processes.
 
         The format is OpenMetrics if the client lists it, else Prometheus' 0.0.4. The header's versions are not read:
         both formats suit every version of Prometheus.
         """
+        self._http.counts = self.http.merged(others)
         if "application/openmetrics-text" in accept:
             # With its default escaping, prometheus_client 0.26 writes samples' names with underscores for colons.
             return openmetrics_text(self._registry, escaping=ALLOWUTF8), OPENMETRICS

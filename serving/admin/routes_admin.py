@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from jpaged.config import EngineConfig
 from jpaged.errors import EngineError, RequestError
+from jpaged.serving.peers import Peers
 from jpaged.serving.schemas.answers import CacheReset, Done, IsPaused, IsSleeping, ServerInfo, ServerStatus
 from jpaged.serving.server_state import Server
 from jpaged.serving.web.auth import ADMIN
@@ -84,14 +85,16 @@ async def status(request: Request) -> Response:
     _arguments(request)
     server: Server = request.app.state.server
     intake: Intake = request.app.state.intake
+    peers: Peers = request.app.state.peers
+    num_open = intake.num_open + sum(report.num_open for report in await peers.reports())
     stats = server.engine.stats()
-    busy = intake.num_open or stats.num_running or stats.num_waiting
+    busy = num_open or stats.num_running or stats.num_waiting
     found = ServerStatus(
         draining=intake.draining,
         drained=intake.draining and not busy,
         paused=await server.engine.is_paused(),
         sleeping=await server.engine.is_sleeping(),
-        open_requests=intake.num_open,
+        open_requests=num_open,
         running=stats.num_running,
         waiting=stats.num_waiting,
     )
@@ -128,7 +131,8 @@ def _options_of(config: EngineConfig) -> dict[str, Any]:
 async def drain(request: Request) -> Response:
     """POST: refuse new requests with 503, and finish open ones. DELETE: accept requests again."""
     intake: Intake = request.app.state.intake
-    intake.draining = request.method == "POST"
+    peers: Peers = request.app.state.peers
+    peers.set_draining(draining=request.method == "POST")
     logger.info("the server %s", "drains: it refuses new requests" if intake.draining else "accepts requests again")
     return await status(request)
 

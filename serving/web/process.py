@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
@@ -115,17 +115,18 @@ def _announce(url: str, engine: ServedEngine | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MetricsPort:
-    """An application with the metrics, and the address that it listens on."""
+class SidePort:
+    """A further application, the address that it listens on, and the seconds that its requests may take to finish."""
 
     app: ASGIApp
     address: socket.socket
+    shutdown_timeout: int = 1
 
 
 class _SideServer(uvicorn.Server):
-    """Serves metrics, also while the main server drains. The main server handles the signals."""
+    """Serves a further application, also while the main server drains. The main server handles the signals."""
 
-    def __init__(self, port: MetricsPort):
+    def __init__(self, port: SidePort):
         super().__init__(
             uvicorn.Config(
                 port.app,
@@ -136,7 +137,7 @@ class _SideServer(uvicorn.Server):
                 log_config=None,
                 log_level="warning",
                 server_header=False,
-                timeout_graceful_shutdown=1,
+                timeout_graceful_shutdown=port.shutdown_timeout,
             )
         )
         self._address = port.address
@@ -158,11 +159,11 @@ class _SideServer(uvicorn.Server):
 class _Server(uvicorn.Server):
     """A uvicorn server that calls `ready` when it accepts requests, and ends with status 0 after SIGINT or SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], side: "_SideServer | None"):
-        """side: runs as long as this server, and on its event loop."""
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], sides: "Sequence[_SideServer]"):
+        """sides: run as long as this server, and on its event loop."""
         super().__init__(config)
         self._ready = ready
-        self._side = side
+        self._sides = sides
         self._signals = 0
         self.fatal = False  # the engine has ended
 
@@ -175,8 +176,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            if self._side is not None:
-                await self._side.start()
+            for side in self._sides:
+                await side.start()
             # Modules, the model and programs live as long as the server. With them, a full garbage collection stopped
             # every request for 180 ms. When they are frozen, it takes 1 ms.
             gc.collect()
@@ -189,8 +190,8 @@ class _Server(uvicorn.Server):
             limit = self.config.timeout_graceful_shutdown
             say(f"stopping: waits up to {limit} s for {running} running requests; Ctrl-C ends it now")
         await super().shutdown(sockets)
-        if self._side is not None:
-            await self._side.stop()
+        for side in self._sides:
+            await side.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop. A second signal ends the process at once, with status 1."""
@@ -250,7 +251,8 @@ def serve(
     limits: ConnectionLimits | None = None,
     engine: ServedEngine | None = None,
     tls: ssl.SSLContext | None = None,
-    metrics: MetricsPort | None = None,
+    metrics: SidePort | None = None,
+    keeper: SidePort | None = None,
     has_page: bool = False,
     announces: bool = True,
     owns_address: bool = True,
@@ -260,6 +262,7 @@ def serve(
     engine:  its programs may still be compiled. None: it is ready, and never ends by itself.
     tls:     for https. None: http.
     metrics: serve metrics on a port of their own as well, without TLS.
+    keeper:  serve what other front ends forward.
     has_page: the application has a page at /ui: print its address.
     announces: print where the server listens, and when it stops.
     owns_address: remove the file of a Unix socket at the end.
@@ -281,7 +284,7 @@ def serve(
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
     name = address.getsockname()
-    side = None if metrics is None else _SideServer(metrics)
+    sides = [_SideServer(port) for port in (metrics, keeper) if port is not None]
 
     def ready() -> None:
         if not announces:
@@ -295,7 +298,7 @@ def serve(
             say(f"page: {url}/ui")
         _announce(url if isinstance(name, str) else f"{url}/v1", engine)
 
-    server = _Server(config, ready, side)
+    server = _Server(config, ready, sides)
     began = time.monotonic()
     if engine is not None:
         engine.when_fatal(server.end)

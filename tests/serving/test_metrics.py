@@ -167,11 +167,11 @@ sys.path[:0] = [sys.argv[1]]
 import fake_engine
 from jpaged.serving.application import create_app
 from jpaged.serving.server_state import Server
-from jpaged.serving.web.process import MetricsPort, serve, take_address
+from jpaged.serving.web.process import SidePort, serve, take_address
 from jpaged.serving.admin.routes_metrics import metrics_app
 
 app = create_app(Server(engine=fake_engine.FakeEngine(), model_names=("echo",)))
-own = MetricsPort(metrics_app(app.state.metrics), take_address("127.0.0.1", 0, "--metrics-port"))
+own = SidePort(metrics_app(app.state.metrics), take_address("127.0.0.1", 0, "--metrics-port"))
 serve(app, take_address("127.0.0.1", 0), shutdown_timeout=1, metrics=own, has_page=True)
 """
 

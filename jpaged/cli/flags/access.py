@@ -116,9 +116,10 @@ class AccessFlags:
     ssl_cert_reqs: int = 0
     """Certificates of clients. 0: none needed. 1: one that is sent must be valid. 2: every client must have one."""
 
-    def app_options(self, host: str | None) -> "AppOptions":
+    def app_options(self, host: str | None, *, keeps: bool = True) -> "AppOptions":
         """Return the options of the application. host: address that the server listens on; None: a Unix socket.
 
+        keeps: open the folder of files and batches, which one process may have open. It also warns.
         Raises RequestError for a bad value. Warns if other machines can use the server without a key.
         """
         from jpaged.serving.app_options import AppOptions, CrossOrigin
@@ -130,7 +131,7 @@ class AccessFlags:
         admin_keys = read_keys("admin_key", self.admin_key, self.admin_key_file, ADMIN_VARIABLES, os.environ)
         check_apart(api_keys, admin_keys)
         local = host is not None and is_loopback(host)
-        if host is not None and not local and not api_keys:
+        if host is not None and not local and not api_keys and keeps:
             logger.warning(
                 "--host %s without a key: everyone who reaches this machine can use the server. Set --api-key-file",
                 host,
@@ -146,8 +147,11 @@ class AccessFlags:
         if self.profile_dir is not None and not admin_keys:
             raise RequestError("profile_dir", str(self.profile_dir), "needs an admin key: add --admin-key-file")
         origins = CrossOrigin(self.allowed_origins, self.allowed_methods, self.allowed_headers, self.allow_credentials)
-        files = FileStore(self.batch_folder) if self.batch_folder is not None else None
-        return AppOptions(api_keys, admin_keys, hosts, origins, root, self.profile_dir, files=files)
+        files = FileStore(self.batch_folder) if self.batch_folder is not None and keeps else None
+        return AppOptions(
+            api_keys, admin_keys, hosts, origins, root, self.profile_dir, files=files,
+            forwards_files=self.batch_folder is not None and not keeps,
+        )  # fmt: skip
 
     def tls(self) -> "TlsOptions":
         from jpaged.serving.web.tls import TlsOptions

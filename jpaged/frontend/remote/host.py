@@ -20,6 +20,7 @@ from jpaged.engine.engine import Output
 from jpaged.errors import EngineError, JPagedError
 from jpaged.frontend.output_stream import Results as StreamResults
 from jpaged.frontend.output_stream import Tokens
+from jpaged.frontend.remote.board import HostBoard
 from jpaged.frontend.remote.channel import Channel
 from jpaged.frontend.remote.messages import (
     MESSAGE,
@@ -27,7 +28,9 @@ from jpaged.frontend.remote.messages import (
     Answer,
     Begin,
     Call,
+    Draining,
     Fatal,
+    Reported,
     Results,
     Stop,
     frame,
@@ -85,9 +88,15 @@ class FrontEndLink:
     """The engine's side of the connection to one front end."""
 
     def __init__(
-        self, engine: "AsyncLLM", sock: socket.socket, questions: socket.socket, ended: Callable[[], None]
+        self, engine: "AsyncLLM", sock: socket.socket, questions: socket.socket, ended: Callable[[], None],
+        board: HostBoard | None = None,
     ):  # fmt: skip
-        """ended: called once, on the event loop, when the front end is gone and its requests are aborted."""
+        """ended: called once, on the event loop, when the front end is gone and its requests are aborted.
+
+        board: of all front ends. None: there is only this one.
+        """
+        self._board = board or HostBoard()
+        self._to_front_end = self._send  # one object, by which the board knows this front end
         answer_questions(engine, questions)
         self._engine = engine
         self._ended = ended
@@ -100,6 +109,7 @@ class FrontEndLink:
         """Greet the front end, and take its requests."""
         self._channel.send(frame(Welcome.of(self._engine)))
         await self._channel.open()
+        self._board.join(self._to_front_end)
 
     def tell_fatal(self, error: EngineError) -> None:
         """Tell the front end that the engine has ended. Any thread may call it."""
@@ -128,6 +138,12 @@ class FrontEndLink:
             case Stop(number, index, num_tokens):
                 if stream := self._streams.get(number):
                     self._engine.stop_answer(stream.request_id, index, num_tokens)
+            case Draining(draining):
+                self._board.drain(draining)
+            case Reported(identity, report):
+                self._board.note_report(identity, report)
+            case Call(identity, "reports"):
+                self._start(self._reports(identity))
             case Call() as call:
                 self._start(self._call(call))
 
@@ -184,11 +200,15 @@ class FrontEndLink:
             answer = Answer(call.identity, error=EngineError(f"{call.name}: {type(error).__name__}: {error}"))
         self._send(answer)
 
+    async def _reports(self, identity: int) -> None:
+        self._send(Answer(identity, await self._board.reports(self._to_front_end)))
+
     def _send(self, message: object) -> None:
         with contextlib.suppress(RuntimeError):  # the front end is gone: `_gone` follows
             self._channel.send(frame(message))
 
     def _gone(self) -> None:
+        self._board.leave(self._to_front_end)
         for task in tuple(self._tasks):
             task.cancel()
         for number in tuple(self._streams):

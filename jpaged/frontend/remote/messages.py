@@ -84,6 +84,28 @@ class Results:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Draining:
+    """All front ends begin or end to drain. From one of them, and then to all."""
+
+    draining: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskReport:
+    """The engine's process asks a front end for its report."""
+
+    identity: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reported:
+    """The report of a front end, for the one that asks. The engine's process does not read it."""
+
+    identity: int
+    report: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fatal:
     """The engine has ended by itself. Nothing follows."""
 
@@ -92,7 +114,7 @@ class Fatal:
 
 # Classes that a front end may send, by module.
 ALLOWED = {
-    "jpaged.frontend.remote.messages": {"Begin", "Abort", "Stop", "Call"},
+    "jpaged.frontend.remote.messages": {"Begin", "Abort", "Stop", "Call", "Draining", "Reported"},
     "jpaged.lora.request": {"LoRARequest"},
     "jpaged.params.pooling": {"PoolingParams", "PoolingTask"},
     "jpaged.params.sampling": {"SamplingParams", "RequestOutputKind"},

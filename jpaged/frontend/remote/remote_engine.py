@@ -31,10 +31,13 @@ from jpaged.frontend.remote.messages import (
     TOKENS,
     Abort,
     Answer,
+    AskReport,
     Begin,
     Call,
+    Draining,
     Fatal,
     FrameReader,
+    Reported,
     Results,
     Stop,
     frame,
@@ -107,6 +110,8 @@ class RemoteEngine:
         self._channel = Channel(sock, self._receive, self._lost)
         self._rest = rest
         self._is_ready = False
+        self._report: Callable[[], bytes] = lambda: b""
+        self._drain: Callable[[bool], None] = lambda _: None
 
     async def connect(self) -> None:
         """Begin to read, on this event loop."""
@@ -228,6 +233,10 @@ class RemoteEngine:
                 if future := self._calls.pop(identity, None):
                     with contextlib.suppress(Exception):  # nobody waits any more
                         future.set_result(value) if error is None else future.set_exception(error)
+            case Draining(draining):
+                self._drain(draining)
+            case AskReport(identity):
+                self._send(Reported(identity, self._report()))
             case Fatal(error):
                 self._fail(cast(EngineError, error))
 
@@ -387,6 +396,20 @@ class RemoteEngine:
     def stop_profile(self) -> None:
         """See `AsyncLLM.stop_profile`. Not on the thread of the event loop."""
         self._submit("stop_profile").result()
+
+    # -- other front ends: `serving.peers.Board` ------------------------------------------------------------------
+
+    async def reports(self) -> list[bytes]:
+        """The reports of all other front ends."""
+        return await self._call("reports")
+
+    def share(self, report: Callable[[], bytes], drain: Callable[[bool], None]) -> None:
+        """report: makes this front end's report. drain: called when any front end begins or ends to drain."""
+        self._report, self._drain = report, drain
+
+    def tell_draining(self, draining: bool) -> None:
+        """Let all front ends drain, this one too, or end it."""
+        self._send(Draining(draining))
 
     # -- facts ----------------------------------------------------------------------------------------------------
 
