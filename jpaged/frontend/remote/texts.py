@@ -20,12 +20,16 @@ ENDS_BY_A_TOKEN = ("stop", "length", "repetition")  # then the last token ends t
 
 @dataclasses.dataclass(slots=True)
 class _Answer:
-    """An answer so far. Its lists are kept for whole answers only."""
+    """An answer so far. Its lists are kept for whole answers only.
+
+    stop: string that has ended the answer, until the engine's final output comes and the caller learns of it.
+    """
 
     text: AnswerText | None
     num_tokens: int = 0
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
+    stop: str | None = None
     whole: CompletionOutput | None = None  # without its text
 
     def extend(self, new: CompletionOutput) -> None:
@@ -76,7 +80,7 @@ class RequestTexts:
         self._answers = [_Answer(writer.new_text(params, prompt_token_ids)) for _ in range(params.n)]
 
     def tokens(self, token_ids: list[int]) -> RequestOutput | None:
-        """The output for new tokens of a plain stream, which has one answer. None if the answer has ended."""
+        """The output for new tokens of a plain stream, which has one answer. None if there is nothing to tell."""
         answer = self._answers[0]
         if answer.finish_reason is not None:
             return None
@@ -90,10 +94,17 @@ class RequestTexts:
         answer.num_tokens += len(token_ids)
         new = CompletionOutput(0, "", token_ids, None, None)
         if text is not None:
-            if stop is not None:
-                self._end(answer, new, stop)
+            if stop is not None:  # the engine's final output follows, which has the versions of the weights
                 text.end()
-            new.text = text.new()
+                answer.finish_reason, answer.stop = "stop", stop
+                self.stopped.append((0, answer.num_tokens))
+            if self._deltas:
+                new.text = text.new()
+        if not self._deltas:
+            answer.extend(new)
+            if self._params.output_kind is RequestOutputKind.FINAL_ONLY:
+                return None
+            new = answer.copy()
         return self._output([new], finished=False)
 
     def output(self, output: RequestOutput) -> RequestOutput | None:
@@ -116,7 +127,7 @@ class RequestTexts:
         """Add the new part of an answer. Returns it with its text; None if its text has ended before."""
         answer = self._answers[new.index]
         if answer.finish_reason is not None:
-            return None
+            return self._stopped(answer, new)
         text, first = answer.text, answer.num_tokens
         if text is not None and (stop := self._append(text, new)) is not None:
             position, found = stop
@@ -136,6 +147,16 @@ class RequestTexts:
                 answer.cumulative_logprob += entries[token_id].logprob
             new.cumulative_logprob = answer.cumulative_logprob
             new.logprobs = [self._decoded(entries) for entries in new.logprobs]
+        if not self._deltas:
+            answer.extend(new)
+        return new
+
+    def _stopped(self, answer: _Answer, new: CompletionOutput) -> CompletionOutput | None:
+        """The end of an answer that a stop string has ended before. None if the caller knows of it."""
+        if answer.stop is None:
+            return None
+        _cut(new, 0, answer.num_tokens)
+        new.finish_reason, new.stop_reason, answer.stop = "stop", answer.stop, None
         if not self._deltas:
             answer.extend(new)
         return new
