@@ -38,7 +38,7 @@ class LiveRequests:
         """Add a request whose room in the queue is checked. hold: do not add it to the engine yet."""
         self.live[add.request_group.request_id] = add.stream
         reader = add.stream.reader
-        if reader.takes_tokens and add.request_group.is_plain:
+        if add.stream.takes_tokens and add.request_group.is_plain:
             sink = self._sinks.setdefault(reader, TokenSink())
             group = dataclasses.replace(add.request_group, sink=sink, number=add.stream.number)
             add = dataclasses.replace(add, request_group=group)

@@ -14,12 +14,7 @@ Results = Sequence[tuple[Any, Output | JPagedError]]  # (stream, output or error
 
 
 class Reader(Protocol):
-    """Reads several streams: an event loop, or the front end in another process. Hashable.
-
-    takes_tokens: it makes the text, and wants nothing but the tokens of a plain stream until its end.
-    """
-
-    takes_tokens: bool
+    """Reads several streams: an event loop, or the front end in another process. Hashable."""
 
     def post(self, results: Results, tokens: Tokens) -> None:
         """Take the results of a step; `tokens` come before them. Any thread may call it.
@@ -33,7 +28,6 @@ class LoopReader:
     """The streams of an event loop."""
 
     loop: asyncio.AbstractEventLoop
-    takes_tokens: ClassVar[bool] = False
 
     def post(self, results: Results, tokens: Tokens) -> None:
         """Put outputs and errors into their streams, with one call of the loop. There are no `tokens`."""
@@ -52,7 +46,10 @@ class OutputStream:
     loop:   the event loop of its reader.
     reader: reads all streams of that loop.
     deltas: each output has only the new part. An unread output is joined with the next one.
+    takes_tokens: its reader makes the text, and wants nothing but the tokens of a plain stream until its end.
     """
+
+    takes_tokens: ClassVar[bool] = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool = False):
         self.loop = loop

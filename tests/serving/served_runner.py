@@ -16,12 +16,12 @@ from tests.engine.fake_runner import FakeRunner
 from tests.support.http_server import running
 
 
-def async_engine(runner: FakeRunner, options: EngineOptions | None = None) -> AsyncLLM:
-    """An AsyncLLM on a runner without a model. Prompts are token ids."""
+def async_engine(runner: FakeRunner, options: EngineOptions | None = None, tokenizer: Any = None) -> AsyncLLM:
+    """An AsyncLLM on a runner without a model. Without a tokenizer, prompts are token ids."""
 
     def build(model: Any, params: Any, given: Any, **how: Any) -> BuiltEngine:
-        made = Engine(runner, options=options or EngineOptions())
-        return BuiltEngine(made, engine_config(model, given), None, None, SamplingParams(temperature=0))
+        made = Engine(runner, tokenizer, options or EngineOptions())
+        return BuiltEngine(made, engine_config(model, given), None, tokenizer, SamplingParams(temperature=0))
 
     with mock.patch("jpaged.async_llm.build_engine", build):
         return AsyncLLM("fake")

@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 class RemoteReader:
     """The streams of a front end, as the engine's thread sees them."""
 
-    takes_tokens = True
-
     def __init__(self) -> None:
         self.channel: Channel | None = None
         self.streams: dict[int, _Stream] = {}  # requests that have not ended, by number
@@ -80,6 +78,7 @@ class _Stream:
     reader: RemoteReader
     number: int
     request_id: str
+    takes_tokens: bool
     left: threading.Event = dataclasses.field(default_factory=threading.Event)  # the front end does not want it
     task: asyncio.Task[None] | None = None  # adds it; None once the engine has it
 
@@ -130,7 +129,7 @@ class FrontEndLink:
             raise ValueError(f"a front end sent a frame of kind {kind}")
         match message_of_front_end(content):
             case Begin() as begin:
-                stream = _Stream(self._reader, begin.number, begin.request_id)
+                stream = _Stream(self._reader, begin.number, begin.request_id, begin.takes_tokens)
                 self._streams[begin.number] = stream
                 stream.task = self._start(self._begin(begin, stream))
             case Abort(number):

@@ -29,10 +29,11 @@ MAX_BYTES = 2**30  # of a frame: a longer one is an error of the program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begin:
-    """Add a request. number: of the request in its front end. texts: the front end makes the text of the answers."""
+    """Add a request. number: of the request in its front end. takes_tokens: the front end makes the text."""
 
     number: int
     request_id: str
+    takes_tokens: bool
     prompt: dict[str, Any]  # token ids, and the salt and the prediction
     params: SamplingParams | PoolingParams
     client: str

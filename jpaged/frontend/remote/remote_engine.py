@@ -177,8 +177,11 @@ class RemoteEngine:
         self._requests[number] = _Remote(stream, texts, on_admitted)
         try:
             self._send(
-                Begin(number, request_id, known, own, current_client.get(), priority, refuse_cut, lora_request)
-            )
+                Begin(
+                    number, request_id, texts is not None, known, own, current_client.get(), priority, refuse_cut,
+                    lora_request,
+                )
+            )  # fmt: skip
             while True:
                 output = await stream.get()
                 if output.prompt is None:
