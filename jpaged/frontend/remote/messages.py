@@ -180,20 +180,25 @@ class FrameReader:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield the kind and the content of each frame that `data` completes. Raises ValueError for a bad length."""
+        """Yield the kind and the content of each frame that `data` completes. Raises ValueError for a bad length.
+
+        A caller that stops early gets the other frames from the next call.
+        """
         rest = self._rest
         rest += data
         start, end = 0, len(rest)
-        while end - start >= HEAD.size:
-            length, kind = HEAD.unpack_from(rest, start)
-            if length > MAX_BYTES:
-                raise ValueError(f"a frame of {length:,} bytes")
-            stop = start + HEAD.size + length
-            if stop > end:
-                break
-            yield kind, bytes(rest[start + HEAD.size : stop])
-            start = stop
-        del rest[:start]
+        try:
+            while end - start >= HEAD.size:
+                length, kind = HEAD.unpack_from(rest, start)
+                if length > MAX_BYTES:
+                    raise ValueError(f"a frame of {length:,} bytes")
+                first, stop = start + HEAD.size, start + HEAD.size + length
+                if stop > end:
+                    break
+                start = stop
+                yield kind, bytes(rest[first:stop])
+        finally:
+            del rest[:start]
 
     def rest(self) -> bytes:
         """The bytes of a frame that is not complete."""
