@@ -36,14 +36,18 @@ class LiveRequests:
 
     def begin(self, add: Add, *, hold: bool) -> None:
         """Add a request whose room in the queue is checked. hold: do not add it to the engine yet."""
-        self.live[add.request_group.request_id] = add.stream
-        reader = add.stream.reader
+        request_id, reader = add.request_group.request_id, add.stream.reader
+        if request_id in self.live:  # two front ends may choose the same id
+            error = RequestError("request_id", request_id, "is in use by a running request: choose another")
+            self._post(reader, [(add.stream, error)])
+            return
+        self.live[request_id] = add.stream
         if add.stream.takes_tokens and add.request_group.is_plain:
             sink = self._sinks.setdefault(reader, TokenSink())
             group = dataclasses.replace(add.request_group, sink=sink, number=add.stream.number)
             add = dataclasses.replace(add, request_group=group)
         if hold or self.is_held_for_update:
-            self.held[add.request_group.request_id] = add
+            self.held[request_id] = add
         else:
             self._add(add)
 

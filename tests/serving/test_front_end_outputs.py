@@ -9,12 +9,14 @@ import pytest
 
 from jpaged import AsyncLLM, RequestOutput, SamplingParams
 from jpaged.engine.engine import EngineOptions
-from jpaged.errors import JPagedError
+from jpaged.errors import JPagedError, RequestError
+from jpaged.frontend.remote.remote_engine import RemoteEngine
 from jpaged.params.sampling import RequestOutputKind
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.engine.small_tokenizer import SPECIAL, SmallTokenizer
 from tests.serving.served_runner import async_engine
 from tests.support.front_end_pair import front_end, joined
+from tests.support.slow_runner import SlowRunner
 
 
 class Tokenizer(SmallTokenizer):
@@ -136,3 +138,22 @@ def test_a_model_without_a_tokenizer() -> None:
         output = run(joined(remote.generate([1, 2, 3], params), deltas=True))
     engine.close()
     assert output.outputs[0].token_ids == alone([1, 2, 3], 6, 97)
+
+
+def test_an_id_in_use_is_refused_and_its_request_goes_on() -> None:
+    """The engine's thread ended when two requests had the same id."""
+    engine = async_engine(SlowRunner(max_model_len=2000, num_blocks=2000))
+    params = SamplingParams(temperature=0, max_tokens=60, output_kind=RequestOutputKind.DELTA)
+
+    async def main(remote: RemoteEngine) -> Any:
+        first = remote.generate([1, 2, 3], params, "mine")
+        begun = await anext(first)
+        refused = await outcome(remote, [4, 5, 6], params, "mine")
+        return refused, begun.followed_by(await joined(first, deltas=True))
+
+    with front_end(engine) as (remote, run):
+        refused, output = run(main(remote))
+    engine.close()
+    assert refused[0] is RequestError
+    assert "is in use by a running request" in refused[2]
+    assert output.outputs[0].token_ids == alone([1, 2, 3], 60, 97)
