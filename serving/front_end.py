@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jpaged.errors import EngineError, JPagedError
@@ -42,6 +43,7 @@ def main() -> int:
     settings = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent wrote it
     assert isinstance(settings, FrontEndSettings)
     from jpaged.frontend.remote.remote_engine import RemoteEngine
+    from jpaged.text.transformers_import import import_transformers
 
     serve = settings.serve
     try:
@@ -49,6 +51,8 @@ def main() -> int:
     except JPagedError as error:
         print(f"jpaged: {error}", file=sys.stderr)
         return BAD_FLAGS
+    import_transformers()  # here, and not with the tokenizer of the welcome: it takes seconds
+    import_module("jpaged.serving.application")
     try:
         engine = RemoteEngine(socket.socket(fileno=settings.channel), socket.socket(fileno=settings.questions))
     except EngineError:  # the engine could not be built: its process says why

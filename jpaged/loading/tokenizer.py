@@ -5,7 +5,6 @@ Imported late: Transformers, which takes seconds.
 
 import contextlib
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from jpaged.loading.checkpoint import MAX_JSON, read_json
 from jpaged.loading.gguf_file import GgufFile
 from jpaged.loading.hub import TOKENIZER_FILES, is_gguf
 from jpaged.loading.mapped_file import check_file
+from jpaged.text.transformers_import import import_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ _FILES = (
 )  # fmt: skip
 
 _MAX_TOKENIZER = 256 << 20  # bytes. Gemma 3's tokenizer.json has 33 MB
-_importing = threading.Lock()  # two threads that import transformers at once see a partial module
 _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 
 
@@ -42,12 +41,9 @@ def load_tokenizer(folder: Path) -> Any | None:
     if not has_tokenizer(folder):
         logger.warning("%s has no tokenizer: prompts must be token ids, and outputs have no text", folder)
         return None
-    # Imported here: it takes seconds, and token ids as prompts do not need it. Its tokenizers do not need PyTorch, so
-    # the filter drops the warning that PyTorch is missing.
-    logging.getLogger("transformers").addFilter(_is_news)
-    with _importing:
-        from transformers import AutoTokenizer
-        from transformers.utils import logging as transformers_logging
+    import_transformers()
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     _check_files(folder)
     if is_gguf(folder):
@@ -77,11 +73,6 @@ def _check_files(folder: Path) -> None:
         if path.is_dir():
             continue
         check_file(path, MAX_JSON if path.name in _SMALL else _MAX_TOKENIZER)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drop the warning about PyTorch. A module-level function, because a logger adds the same filter only once."""
-    return "PyTorch was not found" not in record.getMessage()
 
 
 def check_vocabulary(tokenizer: Any | None, vocab_size: int, source: Path) -> None:
