@@ -311,7 +311,7 @@ class RemoteEngine:
 
     def _check_open(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise EngineError(str(self._ended))
 
     def _lost(self) -> None:
         """The engine's process is gone."""
@@ -325,7 +325,7 @@ class RemoteEngine:
                 self._ended = error
             callbacks, self._when_fatal = self._when_fatal, []
         for number in tuple(self._requests):
-            self._requests.pop(number).stream.put(error)
+            self._requests.pop(number).stream.put(EngineError(str(error)))  # its own, because a traceback grows
         for future in self._calls.values():
             with contextlib.suppress(Exception):
                 future.set_exception(error)
