@@ -40,7 +40,10 @@ class FrontEndSettings:
 
 def main() -> int:
     """Serve until SIGTERM, or until the engine's process ends. Returns the exit status."""
-    settings = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent wrote it
+    try:
+        settings = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent wrote it
+    except (EOFError, pickle.UnpicklingError):  # the parent ended before it had written all
+        return 1
     assert isinstance(settings, FrontEndSettings)
     from jpaged.frontend.remote.remote_engine import RemoteEngine
     from jpaged.text.transformers_import import import_transformers

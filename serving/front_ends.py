@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jpaged.errors import EngineError, RequestError
@@ -25,6 +26,7 @@ from jpaged.frontend.remote.board import HostBoard
 from jpaged.frontend.remote.host import FrontEndLink
 from jpaged.serving.front_end import BAD_FLAGS, FrontEndSettings
 from jpaged.serving.web.log_format import say
+from jpaged.serving.web.process import CLOSE_SECONDS
 
 if TYPE_CHECKING:
     from jpaged.async_llm import AsyncLLM
@@ -34,6 +36,7 @@ logger = logging.getLogger("jpaged.serving")
 
 QUICK_SECONDS = 10.0  # a front end that dies sooner has not served anything
 MAX_QUICK = 3         # such deaths in a row, after which the server ends
+KILL_SECONDS = 5.0    # after a front end should have ended by itself
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -65,12 +68,16 @@ class FrontEnds:
         self._num_quick = 0
         self._num_signals = 0
         self._is_stopping = False
+        self._is_clean = True  # all front ends have ended as they should
         self._failed: EngineError | None = None
         for index in range(count):
             self._start(index)
 
     def run(self, engine: "AsyncLLM") -> int:
-        """Serve until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if the engine has ended."""
+        """Serve until SIGINT or SIGTERM. Returns the exit status: 0 after a signal, 1 if the engine has ended.
+
+        It is 1, too, if a thread of a front end did not end in time.
+        """
         # As in `process.serve`. Without, a full garbage collection stops every step, and the last one, at the end of
         # the process, takes a second.
         gc.collect()
@@ -81,7 +88,7 @@ class FrontEnds:
             self.kill()
             self._remove_address()
         engine.close()
-        return 1 if self._failed is not None else 0
+        return 1 if self._failed is not None or not self._is_clean else 0
 
     def kill(self) -> None:
         """End all front ends at once."""
@@ -90,7 +97,6 @@ class FrontEnds:
 
     async def _run(self, engine: "AsyncLLM") -> None:
         loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
 
@@ -98,20 +104,23 @@ class FrontEnds:
             loop.call_soon_threadsafe(self._fail, error)
 
         engine.when_fatal(fail)
-        watched = [asyncio.create_task(self._watch(engine, index, ended)) for index in tuple(self._running)]
+        watched = [asyncio.create_task(self._watch(engine, index)) for index in tuple(self._running)]
         await asyncio.gather(*watched)
 
-    async def _watch(self, engine: "AsyncLLM", index: int, ended: asyncio.Event) -> None:
+    async def _watch(self, engine: "AsyncLLM", index: int) -> None:
         """Connect a front end, wait for its end, and start it again, until the server stops."""
         while True:
             each = self._running[index]
-            each.link = FrontEndLink(engine, each.channel, each.questions, lambda: None, self._board)
+            each.link = FrontEndLink(
+                engine, each.channel, each.questions, partial(_end_soon, each.process), self._board
+            )  # fmt: skip
             await each.link.open()
             if self._failed is not None:
                 each.link.tell_fatal(self._failed)
             status = await asyncio.to_thread(each.process.wait)
             each.link.close()
             if self._is_stopping or self._failed is not None:
+                self._is_clean &= status in (0, -signal.SIGTERM)
                 return
             quick = time.monotonic() - each.began < QUICK_SECONDS
             self._num_quick = self._num_quick + 1 if quick else 0
@@ -165,7 +174,10 @@ class FrontEnds:
         self._end_all()
 
     def _end_all(self) -> None:
+        """Let the front ends end. One that has been stopped (SIGSTOP) does not end by itself."""
         self._is_stopping = True
+        seconds = self._serve.shutdown_timeout + CLOSE_SECONDS + KILL_SECONDS
+        asyncio.get_running_loop().call_later(seconds, self.kill)
         self._address.close()  # new clients are refused
         for each in self._running.values():
             each.process.terminate()
@@ -184,6 +196,11 @@ class FrontEnds:
         path = self._serve.uds
         if path is not None:
             pathlib.Path(path).unlink(missing_ok=True)
+
+
+def _end_soon(process: subprocess.Popen[bytes]) -> None:
+    """End a front end that has lost its connection, and that does not end by itself."""
+    asyncio.get_running_loop().call_later(KILL_SECONDS, process.kill)
 
 
 def checked_count(count: int) -> int:
