@@ -2,8 +2,8 @@
 
     python benchmarks/server_overhead.py [--streams 64] [--tokens 2000] [--rates 10000 25000 50000]
 
-In place of the engine's process there is a source of tokens: it makes tokens for all streams at each rate, computes
-nothing, and sends one message a step, as the engine does. The front end has one core. The client of `jpaged bench
+In place of the engine's process there is a source of tokens. It makes tokens for all streams at each rate, and computes
+nothing. It sends one message a step, as the engine does. The front end has one core. The client of `jpaged bench
 serve` and the source run on another core. A token that is not sent before the next one exists shares an event with it.
 While the streams run, other requests arrive one at a time. The first byte is measured on these requests.
 """

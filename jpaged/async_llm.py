@@ -203,7 +203,7 @@ class AsyncLLM(EngineAccess):
         self,
         stream: Any,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams,
+        params: SamplingParams | PoolingParams | ScoringParams,
         request_id: str,
         priority: int = 0,
         refuse_cut: bool = False,
@@ -214,7 +214,7 @@ class AsyncLLM(EngineAccess):
         """Add a request whose outputs go to `stream`. Returns when the queue has accepted it. Raises as `generate`.
 
         stream:   an `OutputStream`, or that of a front end in another process.
-        has_left: returns True once nobody wants the answer; any thread may call it.
+        has_left: returns True once the client has left; any thread may call it.
         """
         loop = asyncio.get_running_loop()
         requester = Requester(current_client.get(), has_left)

@@ -26,7 +26,7 @@ BAD_FLAGS = 2  # exit status
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrontEndSettings:
-    """What a front end is started with. Numbers are of file descriptors that it inherits."""
+    """Settings of a front end. Numbers are of file descriptors that it inherits."""
 
     serve: "Serve"        # the flags of the command line
     channel: int
@@ -60,7 +60,7 @@ def main() -> int:
         engine = RemoteEngine(socket.socket(fileno=settings.channel), socket.socket(fileno=settings.questions))
     except EngineError:  # the engine could not be built: its process says why
         return 1
-    app = application(engine)
+    app = application(engine, engine)
     connect_first(app, engine)
     return serve.serve_app(
         app, engine, socket.socket(fileno=settings.address), _inherited(settings.metrics_address),

@@ -18,7 +18,7 @@ from jpaged.serving.web.intake import Intake
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What a front end tells the others, as JSON. num_open: requests that it is answering."""
+    """A front end's message to the others, as JSON. num_open: requests that it is answering."""
 
     num_open: int
     requests: list[tuple[str, str, str, int]]             # as `HTTPCounts.requests`, with the count at the end

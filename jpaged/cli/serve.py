@@ -55,7 +55,7 @@ class Serve(ChatFlags):
     """Listen on this Unix domain socket instead of --host and --port. Its owner and group may connect."""
 
     api_server_count: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Processes for HTTP, text and JSON, beside the engine's process. Default: the engine's process does that too."""
+    """Processes for HTTP, text and JSON, next to the engine's process. Default: the engine's process does that too."""
 
     shutdown_timeout: int = 30
     """Seconds that running requests may take to finish after Ctrl-C or SIGTERM."""
@@ -216,8 +216,10 @@ class Serve(ChatFlags):
 
     def prepare(
         self, *, listens: bool = True, keeps: bool = True, keeper: str | None = None
-    ) -> "Callable[[AsyncLLM | RemoteEngine], Starlette]":
-        """Check the application's flags, before the model is loaded. Returns a function that makes the application.
+    ) -> "Callable[..., Starlette]":
+        """Check the application's flags, before the model is loaded.
+
+        Returns a function that makes the application of an engine, and of the board of `create_app`.
 
         listens: --host and --port have an effect.
         keeps:   this process keeps responses, files and batches, and logs statistics.
@@ -255,8 +257,7 @@ class Serve(ChatFlags):
                 raise RequestError(flag, str(folders[0]), "needs an admin key: add --admin-key-file")
         check_folders("weights_dirs", self.weights_dirs)
 
-        def application(engine: "AsyncLLM | RemoteEngine") -> "Starlette":
-            from jpaged.async_llm import AsyncLLM
+        def application(engine: "AsyncLLM | RemoteEngine", board: "RemoteEngine | None" = None) -> "Starlette":
             from jpaged.serving.application import create_app
             from jpaged.serving.server_state import Server
 
@@ -266,7 +267,7 @@ class Serve(ChatFlags):
                 engine=client, model_names=names, root=options["model"], config=engine.config, chat=chat,
                 template_kwargs=self.chat_template_kwargs, adapters=adapters,
             )  # fmt: skip
-            return create_app(server, app_options, None if isinstance(engine, AsyncLLM) else engine)
+            return create_app(server, app_options, board)
 
         return application
 

@@ -1,4 +1,4 @@
-"""What front ends tell each other, by way of the engine's process: draining, and reports for `/metrics`.
+"""Messages of front ends to each other, by way of the engine's process: draining, and reports for `/metrics`.
 
 Called by: `FrontEndLink`, on the event loop of the engine's process.
 Owns: whether the server drains, and the questions that are not answered yet.

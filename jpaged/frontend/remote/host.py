@@ -1,4 +1,4 @@
-"""Runs beside the engine: adds the requests of front ends, and sends them the outputs.
+"""The engine's side: adds the requests of front ends, and sends them the outputs.
 
 Called by: the engine's process, on its event loop. `RemoteReader.post` runs on the engine's thread.
 Owns: which request belongs to which front end.
@@ -14,7 +14,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jpaged.engine.engine import Output
 from jpaged.errors import EngineError, JPagedError
@@ -22,6 +22,7 @@ from jpaged.frontend.output_stream import Results as StreamResults
 from jpaged.frontend.output_stream import Tokens
 from jpaged.frontend.remote.board import HostBoard
 from jpaged.frontend.remote.channel import Channel
+from jpaged.frontend.remote.hosted import Hosted
 from jpaged.frontend.remote.messages import (
     MESSAGE,
     Abort,
@@ -41,9 +42,6 @@ from jpaged.frontend.remote.messages import (
 from jpaged.frontend.remote.questions import answer_questions
 from jpaged.frontend.remote.welcome import CALLS, Welcome
 from jpaged.requester import current_client
-
-if TYPE_CHECKING:
-    from jpaged.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class FrontEndLink:
     """The engine's side of the connection to one front end."""
 
     def __init__(
-        self, engine: "AsyncLLM", sock: socket.socket, questions: socket.socket, ended: Callable[[], None],
+        self, engine: Hosted, sock: socket.socket, questions: socket.socket, ended: Callable[[], None],
         board: HostBoard | None = None,
     ):  # fmt: skip
         """ended: called once, on the event loop, when the front end is gone and its requests are aborted.

@@ -1,4 +1,4 @@
-"""What crosses between the engine's process and a front end.
+"""Messages between the engine's process and a front end.
 
 A frame is 4 bytes of length, 1 byte of kind, and the content:
 

@@ -8,9 +8,10 @@ import itertools
 import logging
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jpaged.errors import EngineError, JPagedError
+from jpaged.frontend.remote.hosted import Hosted
 from jpaged.frontend.remote.messages import (
     Answer,
     Call,
@@ -21,9 +22,6 @@ from jpaged.frontend.remote.messages import (
     portable,
 )
 from jpaged.frontend.remote.welcome import QUESTIONS
-
-if TYPE_CHECKING:
-    from jpaged.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +66,13 @@ class Questions:
                     return answer
 
 
-def answer_questions(engine: "AsyncLLM", sock: socket.socket) -> None:
+def answer_questions(engine: Hosted, sock: socket.socket) -> None:
     """Answer in a thread, until the front end closes its side."""
     sock.setblocking(True)
     threading.Thread(target=_serve, args=(engine, sock), name="jpaged-questions", daemon=True).start()
 
 
-def _serve(engine: "AsyncLLM", sock: socket.socket) -> None:
+def _serve(engine: Hosted, sock: socket.socket) -> None:
     frames = FrameReader()
     with sock:
         try:
@@ -87,7 +85,7 @@ def _serve(engine: "AsyncLLM", sock: socket.socket) -> None:
             logger.exception("a front end asked what cannot be read")
 
 
-def _answer(engine: "AsyncLLM", call: Call) -> Answer:
+def _answer(engine: Hosted, call: Call) -> Answer:
     try:
         if call.name not in QUESTIONS:
             raise EngineError(f"a front end may not ask for {call.name}")

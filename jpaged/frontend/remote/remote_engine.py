@@ -234,7 +234,7 @@ class RemoteEngine:
                     self._take(number, result)
             case Answer(identity, value, error):
                 if future := self._calls.pop(identity, None):
-                    with contextlib.suppress(Exception):  # nobody waits any more
+                    with contextlib.suppress(Exception):  # the caller has left
                         future.set_result(value) if error is None else future.set_exception(error)
             case Draining(draining):
                 self._drain(draining)

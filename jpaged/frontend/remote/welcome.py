@@ -1,15 +1,13 @@
-"""What a front end knows of the engine from the beginning, and what it may ask later."""
+"""Facts about the engine that a front end gets at the beginning, and the methods that it may call later."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from jpaged.config import EngineConfig
 from jpaged.engine.input.model_limits import ModelLimits
+from jpaged.frontend.remote.hosted import Hosted
 from jpaged.params.pooling import PooledModel
 from jpaged.params.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from jpaged.async_llm import AsyncLLM
 
 # Methods of `AsyncLLM` that a front end may call, and whether they are coroutines.
 CALLS = {
@@ -37,7 +35,7 @@ class Welcome:
     has_queue_limits: bool
 
     @classmethod
-    def of(cls, engine: "AsyncLLM") -> Self:
+    def of(cls, engine: Hosted) -> Self:
         """The facts of an engine."""
         limits = dataclasses.replace(engine.engine.inputs.limits, processors=())  # a request over HTTP has none
         return cls(
