@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from jpaged import SamplingParams
-from jpaged.errors import EngineError, RequestError
+from jpaged.engine.scheduling.admission import QueueFull
+from jpaged.errors import (
+    CapacityError,
+    EngineError,
+    JPagedError,
+    LogitsError,
+    ModelLoadError,
+    NoWeightsError,
+    RequestError,
+)
 from jpaged.frontend.remote import channel as channel_module
 from jpaged.frontend.remote.channel import Channel
 from jpaged.frontend.remote.messages import (
@@ -29,7 +38,9 @@ from jpaged.frontend.remote.messages import (
     FrameReader,
     Stop,
     frame,
+    message_of_engine,
     message_of_front_end,
+    portable,
     token_frame,
     tokens_of,
 )
@@ -99,6 +110,22 @@ PROMPT = {"prompt_token_ids": [1, 2], "cache_salt": "a", "prediction": [3]}
 )  # fmt: skip
 def test_what_a_front_end_sends(message: Any) -> None:
     assert message_of_front_end(frame(message)[HEAD.size :]) == message
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (QueueFull("max_queued_requests", "8 wait"), CapacityError), (NoWeightsError("none"), NoWeightsError),
+        (RequestError("n", 0, "must be 1"), RequestError), (LogitsError(), EngineError),
+        (ModelLoadError("broken"), ModelLoadError),
+    ],
+)  # fmt: skip
+def test_errors_cross_with_their_kind(error: JPagedError, kind: type[JPagedError]) -> None:
+    """A full queue was an error of the server (500)."""
+    found = message_of_engine(frame(Answer(1, error=portable(error)))[HEAD.size :]).error
+    assert type(found) is kind
+    assert str(found) == str(error)
+    assert getattr(found, "retry_after", None) == getattr(error, "retry_after", None)
 
 
 class Runs:

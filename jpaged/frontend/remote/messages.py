@@ -147,7 +147,9 @@ def message_of_engine(content: bytes | memoryview) -> Any:
 
 def portable(error: JPagedError) -> JPagedError:
     """An error as another process can read it: of a class of `jpaged.errors`, without its cause."""
-    if type(error) in (RequestError, CapacityError, EngineError, NoWeightsError, ModelLoadError):
+    if isinstance(error, CapacityError):  # the engine's own class, for a full queue
+        return CapacityError(str(error), error.retry_after)
+    if type(error) in (RequestError, EngineError, NoWeightsError, ModelLoadError):
         return error
     return EngineError(str(error))
 
