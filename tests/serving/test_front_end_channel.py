@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from jpaged import SamplingParams
+from jpaged.engine.engine import StepError
 from jpaged.engine.scheduling.admission import QueueFull
 from jpaged.errors import (
     CapacityError,
@@ -126,6 +127,13 @@ def test_errors_cross_with_their_kind(error: JPagedError, kind: type[JPagedError
     assert type(found) is kind
     assert str(found) == str(error)
     assert getattr(found, "retry_after", None) == getattr(error, "retry_after", None)
+
+
+def test_a_step_that_failed_without_weights_crosses_as_its_cause() -> None:
+    """The server answers with 503."""
+    error = StepError(("a",), NoWeightsError("deleted"))
+    error.__cause__ = NoWeightsError("deleted")
+    assert (type(portable(error)), str(portable(error))) == (NoWeightsError, "deleted")
 
 
 class Runs:

@@ -146,7 +146,9 @@ def message_of_engine(content: bytes | memoryview) -> Any:
 
 
 def portable(error: JPagedError) -> JPagedError:
-    """An error as another process can read it: of a class of `jpaged.errors`, without its cause."""
+    """An error as another process can read it: of a class of `jpaged.errors`."""
+    if isinstance(error.__cause__, NoWeightsError):  # of a failed step: the server answers with the cause
+        return NoWeightsError(str(error.__cause__))
     if isinstance(error, CapacityError):  # the engine's own class, for a full queue
         return CapacityError(str(error), error.retry_after)
     if type(error) in (RequestError, EngineError, NoWeightsError, ModelLoadError):
