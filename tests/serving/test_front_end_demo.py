@@ -11,9 +11,8 @@ from jpaged import AsyncLLM, SamplingParams
 from jpaged.params.sampling import RequestOutputKind
 from tests.serving.demo_options import SIZES
 from tests.serving.http_client import wait_for
-from tests.serving.test_front_end_outputs import outcome
 from tests.support.drafting import always_drafting
-from tests.support.front_end_pair import front_end
+from tests.support.front_end_pair import front_end, outcome
 
 pytestmark = pytest.mark.slow
 

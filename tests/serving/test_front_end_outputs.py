@@ -1,13 +1,12 @@
 """A `RemoteEngine` yields what its AsyncLLM yields: the front end makes the text, and finds the stop strings."""
 
 import asyncio
-import dataclasses
 import random
 from typing import Any
 
 import pytest
 
-from jpaged import AsyncLLM, RequestOutput, SamplingParams
+from jpaged import AsyncLLM, SamplingParams
 from jpaged.engine.engine import EngineOptions
 from jpaged.errors import JPagedError, RequestError
 from jpaged.frontend.remote.remote_engine import RemoteEngine
@@ -15,7 +14,7 @@ from jpaged.params.sampling import RequestOutputKind
 from tests.engine.fake_runner import FakeRunner, alone
 from tests.engine.small_tokenizer import SPECIAL, SmallTokenizer
 from tests.serving.served_runner import async_engine
-from tests.support.front_end_pair import front_end, joined
+from tests.support.front_end_pair import front_end, joined, outcome
 from tests.support.slow_runner import SlowRunner
 
 
@@ -29,26 +28,6 @@ class Tokenizer(SmallTokenizer):
 TOKENIZER = Tokenizer()
 OPTIONS = EngineOptions(eos_token_ids=(SPECIAL,), eos_token_id=SPECIAL)
 LETTERS = [letter for letter in TOKENIZER.ids if len(letter) == 1 and letter.isascii()]
-
-
-def fields(output: RequestOutput) -> dict[str, Any]:
-    """All that must be the same: everything but times."""
-    found = dataclasses.asdict(output)
-    metrics = found.pop("metrics")
-    assert metrics["arrival_time"] <= metrics["first_scheduled_time"] <= metrics["finished_time"]
-    for answer in found["outputs"]:
-        if answer["sampling_mask"] is not None:
-            answer["sampling_mask"] = [ids.tolist() for ids in answer["sampling_mask"]["token_ids"]]
-    return found | {"drafts": (metrics["num_draft_tokens"], metrics["num_accepted_tokens"])}
-
-
-async def outcome(engine: Any, prompt: Any, params: SamplingParams, request_id: str, **options: Any) -> Any:
-    """The last output of a request, or its error."""
-    deltas = params.output_kind is RequestOutputKind.DELTA
-    try:
-        return fields(await joined(engine.generate(prompt, params, request_id, **options), deltas=deltas))
-    except JPagedError as error:
-        return type(error), vars(error), str(error)
 
 
 def drawn(rng: random.Random) -> tuple[Any, SamplingParams]:

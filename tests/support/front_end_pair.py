@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import socket
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from jpaged import AsyncLLM
+from jpaged import AsyncLLM, RequestOutput, SamplingParams
+from jpaged.errors import JPagedError
 from jpaged.frontend.remote.host import FrontEndLink
 from jpaged.frontend.remote.remote_engine import RemoteEngine
+from jpaged.params.sampling import RequestOutputKind
 
 T = TypeVar("T")
 
@@ -86,3 +89,23 @@ async def joined(outputs: AsyncGenerator[Any, None], *, deltas: bool = False) ->
     found = [output async for output in outputs]
     assert [each.finished for each in found] == [False] * (len(found) - 1) + [True]
     return functools.reduce(lambda first, later: first.followed_by(later), found) if deltas else found[-1]
+
+
+def fields(output: RequestOutput) -> dict[str, Any]:
+    """All that must be the same: everything but times."""
+    found = dataclasses.asdict(output)
+    metrics = found.pop("metrics")
+    assert metrics["arrival_time"] <= metrics["first_scheduled_time"] <= metrics["finished_time"]
+    for answer in found["outputs"]:
+        if answer["sampling_mask"] is not None:
+            answer["sampling_mask"] = [ids.tolist() for ids in answer["sampling_mask"]["token_ids"]]
+    return found | {"drafts": (metrics["num_draft_tokens"], metrics["num_accepted_tokens"])}
+
+
+async def outcome(engine: Any, prompt: Any, params: SamplingParams, request_id: str, **options: Any) -> Any:
+    """The last output of a request, or its error."""
+    deltas = params.output_kind is RequestOutputKind.DELTA
+    try:
+        return fields(await joined(engine.generate(prompt, params, request_id, **options), deltas=deltas))
+    except JPagedError as error:
+        return type(error), vars(error), str(error)
