@@ -7,6 +7,7 @@ wraps the keeper's.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterable
 from http import HTTPStatus
 
@@ -21,6 +22,8 @@ CLIENT = b"x-jpaged-client"  # header from one front end to another: host and po
 NOT_FORWARDED = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"upgrade", CLIENT}
 NOT_RETURNED = NOT_FORWARDED - {b"content-length"} | {b"x-request-id", b"request-id", b"date", b"server"}
 PIECE = 2**16  # bytes that are read at a time
+
+logger = logging.getLogger("jpaged.serving")
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -64,11 +67,14 @@ class Forward:
                 await asyncio.wait({read, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not read.done():  # the client is gone: closing the connection tells the keeper
                     read.cancel()
+                    if answer.is_started:
+                        return
                     raise ClientDisconnected
                 data = read.result()
                 if not data:
-                    if answer.is_started:
-                        raise OSError("the keeper has ended")  # in the middle: the client's connection ends
+                    if answer.is_started:  # the client's connection ends before the answer does
+                        logger.error("the front end that keeps responses has ended in the middle of an answer")
+                        return
                     raise _restarting()
                 parser.feed_data(data)
                 for message in answer.take():

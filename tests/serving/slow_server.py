@@ -24,6 +24,10 @@ class AnyTokenizer(SmallTokenizer):
     def encode(self, text: str, *, verbose: bool = True, add_special_tokens: bool = True) -> list[int]:
         return [self.ids.get(letter, 20) for letter in text]
 
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """The contents of the messages."""
+        return "".join(message["content"] for message in messages)
+
 
 class Steps(SlowRunner):
     """20 ms for each step."""
