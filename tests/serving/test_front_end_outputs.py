@@ -136,3 +136,22 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on() -> None:
     assert refused[0] is RequestError
     assert "is in use by a running request" in refused[2]
     assert output.outputs[0].token_ids == alone([1, 2, 3], 60, 97)
+
+
+@pytest.mark.slow
+def test_tokens_after_a_stop_string_do_not_count() -> None:
+    """The engine's counts are those of an engine that finds the stop strings itself."""
+    engines = [
+        async_engine(SlowRunner(num_blocks=256, max_model_len=64), OPTIONS, TOKENIZER) for _ in ("local", "behind")
+    ]
+    fields = {"temperature": 0, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, "max_tokens": 50}
+    whole = asyncio.run(outcome(engines[0], "abc", SamplingParams(**fields), "whole"))["outputs"][0]["text"]
+    params = SamplingParams(stop=[whole[9:11]], **fields)
+    with front_end(engines[1]) as (remote, run):
+        run(outcome(remote, "abc", SamplingParams(**fields), "whole"))
+        wanted = asyncio.run(outcome(engines[0], "abc", params, "stopped"))
+        assert run(outcome(remote, "abc", params, "stopped")) == wanted
+    assert wanted["outputs"][0]["stop_reason"] == whole[9:11]
+    assert counted(engines[1]) == counted(engines[0])
+    for engine in engines:
+        engine.close()
