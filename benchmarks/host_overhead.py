@@ -13,12 +13,14 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 from unittest import mock
@@ -40,6 +42,8 @@ from jpaged.engine.output.output_processor import OutputProcessor
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.step_plan import RowMask, SamplerVariant, StepPlan, StepResult
 from jpaged.frontend.build import BuiltEngine
+from jpaged.frontend.remote.host import FrontEndLink
+from jpaged.frontend.remote.messages import TOKENS, Begin, Call, FrameReader, frame, message_of_engine
 from jpaged.metrics import TOKEN_BOUNDS, Histogram, ProgramMetrics
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -169,7 +173,9 @@ def microseconds(work: Callable[[], int], rounds: int = 5) -> Cost:
 def idle_runner(max_num_seqs: int) -> ModelRunner:
     """A runner of MANY_LEAVES whose programs compute nothing: they return their input state."""
 
-    def forward(params: Any, state: Any, packed: jax.Array, hidden: None, **static: Any) -> tuple[Any, jax.Array]:
+    def forward(
+        params: Any, state: Any, packed: jax.Array, hidden: None, proposed: None, **static: Any
+    ) -> tuple[Any, jax.Array]:
         return state, packed[0]
 
     def sample(
@@ -281,6 +287,78 @@ def async_steps(runner: ModelRunner, text: "Backend") -> list[tuple[float, float
 
     with mock.patch.object(async_llm, "build_engine", built):
         return asyncio.run(run())
+
+
+def drain(sock: socket.socket, rounds: int) -> None:
+    """A front end that reads everything and makes no text. It runs in a process of its own."""
+    frames = FrameReader()
+
+    def messages() -> Iterator[Any]:
+        while data := sock.recv(2**20):
+            for kind, content in frames.feed(data):
+                if kind != TOKENS:
+                    yield message_of_engine(content)
+
+    read = messages()
+    next(read)  # the welcome
+    params = dataclasses.replace(DELTAS, max_tokens=400, detokenize=False)
+    for streams in ROWS:
+        for number in range(rounds * streams):
+            prompt = {"prompt_token_ids": [number % streams] * 100}
+            begin = Begin(number, f"{streams}-{number}", True, prompt, params, "")
+            sock.sendall(frame(begin))
+            if number % streams == streams - 1:
+                left = streams
+                while left:
+                    left -= sum(1 for _, result in next(read).pairs if result is not None and result.finished)
+                sock.sendall(frame(Call(number, "is_paused")))
+                next(read)
+
+
+def remote_steps(runner: ModelRunner, rounds: int = 3) -> list[float]:
+    """Processor microseconds of a step in the engine's process, for each number of ROWS streams of a front end."""
+    engine = Engine(runner, None)
+    costs: list[float] = []
+
+    def built(*args: Any, **kwargs: Any) -> BuiltEngine:
+        return BuiltEngine(engine, EngineConfig(model=""), MANY_LEAVES, None, SamplingParams())
+
+    async def run() -> None:
+        async with async_llm.AsyncLLM("") as llm:
+            ours, theirs = socket.socketpair()
+            questions = socket.socketpair()
+            process = multiprocessing.get_context("spawn").Process(target=drain, args=(theirs, rounds), daemon=True)
+            process.start()
+            link = FrontEndLink(llm, ours, questions[0], lambda: None)
+            begun = asyncio.Event()
+            calls = 0
+            mark = [0.0, 0]
+            found: list[float] = []
+
+            async def is_paused() -> bool:
+                """The front end calls it at the end of a round."""
+                nonlocal calls
+                steps = llm.stats().steps - mark[1]
+                found.append((time.process_time() - mark[0]) / steps * 1e6)
+                gc.freeze()
+                mark[:] = [time.process_time(), llm.stats().steps]
+                calls += 1
+                if calls % rounds == 0:
+                    costs.append(min(found))
+                    found.clear()
+                if calls == rounds * len(ROWS):
+                    begun.set()
+                return False
+
+            llm.is_paused = is_paused
+            mark[:] = [time.process_time(), llm.stats().steps]
+            await link.open()
+            await begun.wait()
+            process.kill()
+
+    with mock.patch.object(async_llm, "build_engine", built):
+        asyncio.run(run())
+    return costs
 
 
 def metrics_cost(rows: int) -> list[Cost]:
@@ -433,6 +511,7 @@ def main() -> None:
     ]
     parts = [parts_of_step(runner, n, text) for n in ROWS]
     streams = async_steps(runner, text)
+    remote = remote_steps(idle_runner(256))
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, JAX {jax.__version__}")
     print(f"{'microseconds':<66}{'clock':>11}{'processor':>11}{'median':>11}")
     for what, cost in rows:
@@ -443,6 +522,8 @@ def main() -> None:
     print(f"\n{'AsyncLLM, microseconds a step at best':<50}{'clock':>12}{'processor':>12}")
     for n, (clock, processor) in zip(ROWS, streams, strict=True):
         print(f"{f'{n} streams with a reader each':<50}{clock:>12.0f}{processor:>12.0f}")
+    for n, processor in zip(ROWS, remote, strict=True):
+        print(f"{f'{n} streams of a front end, the engine process':<50}{'':>12}{processor:>12.0f}")
 
 
 if __name__ == "__main__":
