@@ -33,7 +33,7 @@ from jpaged.frontend.engine_threads import EngineThreads
 from jpaged.frontend.output_stream import OutputStream
 from jpaged.frontend.pausing import check_level, pause_mode, update_mode, wake_tags
 from jpaged.frontend.prefill import prefill
-from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
+from jpaged.frontend.tokenising import TokeniserThreads, prompt_length, reading_prompt
 from jpaged.frontend.watchdog import STALL_SECONDS
 from jpaged.lifetime import close_when_collected, using_device
 from jpaged.lora.request import LoRARequest
@@ -246,15 +246,11 @@ class AsyncLLM(EngineAccess):
     ) -> tuple[RequestGroup, Sequence[int]]:
         """Return the request group, and the names of its prefixes for the router."""
         process = partial(self.engine.inputs.process, request_id, prompt, params, stream=True, priority=priority)
-        try:
+        with reading_prompt():
             request_group = process(
                 refuse_cut=refuse_cut, cancelled=cancelled, requester=requester, adapter=adapter
             )
             return request_group, self._engine_thread.prefixes(request_group)
-        except Exception:
-            raise
-        except BaseException as error:  # the tokenizer panicked (Rust). Only this request fails
-            raise EngineError(f"reading the prompt failed: {type(error).__name__}: {error}") from error
 
     async def _wait_for_programs(self, request_group: RequestGroup, engine_thread: EngineThread) -> None:
         """Wait until the programs of a request are compiled. Other requests continue."""

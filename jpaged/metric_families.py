@@ -289,16 +289,17 @@ class _Families:
         return MetricFamily(name, text, tuple(made))
 
     def _histogram(self, name: str, text: str, values: metrics.Histogram) -> MetricFamily:
-        return MetricFamily(name, text, (_histogram(name, self._labels, values),))
+        return MetricFamily(name, text, (histogram_metric(name, self._labels, values),))
 
     def _histograms(
         self, name: str, text: str, label: str, values: Mapping[str, metrics.Histogram]
     ) -> MetricFamily:
-        made = (_histogram(name, {**self._labels, label: each}, value) for each, value in values.items())
+        made = (histogram_metric(name, {**self._labels, label: each}, value) for each, value in values.items())
         return MetricFamily(name, text, tuple(made))
 
 
-def _histogram(name: str, labels: dict[str, str], values: metrics.Histogram) -> Histogram:
+def histogram_metric(name: str, labels: dict[str, str], values: metrics.Histogram) -> Histogram:
+    """The metric of a distribution, with cumulated buckets."""
     bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
     buckets = dict(zip(bounds, itertools.accumulate(values.counts), strict=True))
     return Histogram(name, labels, buckets["+Inf"], values.sum, buckets)

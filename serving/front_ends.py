@@ -43,7 +43,6 @@ KILL_SECONDS = 5.0    # after a front end should have ended by itself
 class _FrontEnd:
     """A front end's process, and the engine's ends of its sockets."""
 
-    index: int
     process: subprocess.Popen[bytes]
     channel: socket.socket
     questions: socket.socket
@@ -162,7 +161,7 @@ class FrontEnds:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # one that has ended is started again
             pickle.dump(settings, pipe)
-        self._running[index] = _FrontEnd(index, process, channel, questions, time.monotonic())
+        self._running[index] = _FrontEnd(process, channel, questions, time.monotonic())
 
     def _stop(self) -> None:
         """Let the front ends answer their requests, and end. A second signal ends all at once."""

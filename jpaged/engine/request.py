@@ -126,9 +126,14 @@ class OutputState:
     def weight_changes_of(self, num_tokens: int) -> tuple[tuple[int, WeightVersion], ...]:
         """The changes that the first `num_tokens` output tokens show. Without a token: the present weights."""
         changes = self.weight_changes
-        if changes[-1][0] < num_tokens or not changes[-1][0]:
-            return changes
-        return tuple(change for change in changes if change[0] < max(num_tokens, 1))
+        return changes if changes[-1][0] < num_tokens or not changes[-1][0] else changes_within(changes, num_tokens)
+
+
+def changes_within(
+    changes: tuple[tuple[int, WeightVersion], ...], num_tokens: int
+) -> tuple[tuple[int, WeightVersion], ...]:
+    """The changes of the weights that an answer of `num_tokens` tokens shows."""
+    return tuple(change for change in changes if change[0] < max(num_tokens, 1))
 
 
 @dataclasses.dataclass(slots=True, eq=False)

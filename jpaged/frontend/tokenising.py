@@ -1,13 +1,15 @@
 """Threads that check and tokenise prompts for `AsyncLLM`: short prompts never wait for long ones."""
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from jpaged.errors import EngineError
 from jpaged.lifetime import call_at_exit
 from jpaged.text.encoder import WHOLE
 
@@ -104,6 +106,17 @@ class _ShortestFirst:
                 except BaseException as error:  # the thread must not end: a Rust panic is not an Exception
                     future.set_exception(error)
             del future, call  # or the thread would keep the last prompt in memory while it waits
+
+
+@contextlib.contextmanager
+def reading_prompt() -> Iterator[None]:
+    """Turn a panic of the tokenizer (Rust) into EngineError, so that only its request fails."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise EngineError(f"reading the prompt failed: {type(error).__name__}: {error}") from error
 
 
 def prompt_length(prompt: Any) -> int:

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from jpaged import metric_families
 from jpaged.errors import JPagedError
-from jpaged.metric_families import MetricFamily, families_of
+from jpaged.metric_families import MetricFamily, families_of, histogram_metric
 from jpaged.metrics import EngineMetricsSnapshot, Histogram
 
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
@@ -125,11 +125,8 @@ class _HTTPCollector(Collector):
         text = "Time to answer a request, a stream to its end."
         seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=("handler", "method"))
         for labels, histogram in self.counts.seconds.items():
-            total, buckets = 0, []
-            for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
-                total += count
-                buckets.append((str(bound), total))
-            seconds.add_metric(labels, buckets, histogram.sum)
+            metric = histogram_metric(seconds.name, {}, histogram)
+            seconds.add_metric(labels, list(metric.buckets.items()), metric.sum)
         yield seconds
 
 

@@ -80,6 +80,7 @@ SHARED = {
     "jpaged.snapshot",
     "jpaged.speculation_config",
     "jpaged.text",
+    "jpaged.unpickling",
     "jpaged.version",
 }
 # Folders of a package, and the folders of it that each one may import, besides itself and the package's own modules.

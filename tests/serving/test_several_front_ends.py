@@ -1,5 +1,6 @@
 """Two front ends of one engine: each request is answered the same, whichever of them gets it."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -89,6 +90,27 @@ def test_both_drain(server: tuple[Serving, str]) -> None:
     assert (status["draining"], status["open_requests"]) == (True, 0)
     wait_for(lambda: {r.status_code for r in many("GET", f"{url}/ready", {})} == {503})
     assert {r.status_code for r in many("POST", f"{url}/v1/responses", USER, json=ANSWER)} == {503}
+    httpx.delete(f"{url}/admin/drain", headers=ADMIN, timeout=30)
+    wait_for(lambda: {r.status_code for r in many("GET", f"{url}/ready", {})} == {200})
+
+
+def test_a_front_end_that_starts_while_the_server_drains(server: tuple[Serving, str]) -> None:
+    """It drains from the beginning: the engine's process tells it with its first message."""
+    serving, url = server
+    httpx.post(f"{url}/admin/drain", headers=ADMIN, timeout=30)
+    before = serving.children
+    os.kill(max(before), signal.SIGKILL)
+    wait_for(lambda: len(set(serving.children) - set(before)) == 1, seconds=30)
+
+    def all_drain() -> bool:
+        with contextlib.suppress(httpx.HTTPError):  # the connection waited for the one that was killed
+            return {r.status_code for r in many("GET", f"{url}/ready", {})} == {503}
+        return False
+
+    assert "the engine sent" not in serving.text
+    wait_for(lambda: httpx.get(f"{url}/admin/status", headers=ADMIN, timeout=30).json()["drained"], seconds=30)
+    wait_for(all_drain, seconds=30)
+    assert len(serving.children) == 2
     httpx.delete(f"{url}/admin/drain", headers=ADMIN, timeout=30)
     wait_for(lambda: {r.status_code for r in many("GET", f"{url}/ready", {})} == {200})
 

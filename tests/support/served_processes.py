@@ -63,8 +63,10 @@ class Serving:
     @property
     def children(self) -> list[int]:
         """Processes of front ends."""
-        tasks = pathlib.Path(f"/proc/{self.process.pid}/task")
-        found = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        found: list[int] = []
+        for task in pathlib.Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+                found += map(int, (task / "children").read_text().split())
         return [pid for pid in found if b"front_end" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     @property

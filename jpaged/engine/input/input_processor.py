@@ -57,9 +57,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._logged_unused = False  # logged a beam search with sampling parameters
         self._logged_cut = False  # logged a max_tokens beyond max_model_len
-        self._eos_token_ids = frozenset(limits.eos_token_ids)
-        if limits.eos_token_id is not None:
-            self._eos_token_ids |= {limits.eos_token_id}
+        self._eos_token_ids = limits.end_token_ids
 
     @classmethod
     def create(cls, limits: ModelLimits, tokenizer: Any, options: EngineOptions) -> "InputProcessor":

@@ -29,6 +29,12 @@ class ModelLimits:
     priorities: bool = False             # the scheduling policy uses the priority of requests
     speculates: bool = False             # the engine checks drafts, so an expected answer has a use
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """All ids that end an answer."""
+        main = () if self.eos_token_id is None else (self.eos_token_id,)
+        return frozenset((*self.eos_token_ids, *main))
+
     @classmethod
     def of(cls, runner: Runner[Any], options: EngineOptions) -> "ModelLimits":
         """The limits of an engine."""

@@ -23,14 +23,21 @@ MAX_UNSENT = 64 * 2**20  # bytes: a front end takes 2 MB/s with 256 streams that
 class Channel(asyncio.Protocol):
     """One side. Any thread may send. Frames arrive on the event loop."""
 
-    def __init__(self, sock: socket.socket, receive: Callable[[int, bytes], None], ended: Callable[[], None]):
-        """receive: takes the kind and the content of a frame. ended: called once, when the other side is gone."""
+    def __init__(
+        self, sock: socket.socket, receive: Callable[[int, bytes], None], ended: Callable[[], None],
+        frames: FrameReader | None = None,
+    ):  # fmt: skip
+        """Make a channel that `open` opens.
+
+        receive: takes the kind and the content of a frame. ended: called once, when the other side is gone.
+        frames:  has what was read from the socket before; None: nothing was.
+        """
         sock.setblocking(False)
         self._sock = sock.dup()  # to send from any thread: the event loop's transport reads from the other one
         self._sock.setblocking(False)
         self._reading = sock
         self._receive, self._ended = receive, ended
-        self._frames = FrameReader()
+        self._frames = FrameReader() if frames is None else frames
         self._lock = threading.Lock()  # guards what follows
         self._unsent: deque[memoryview] = deque()
         self._num_unsent = 0
@@ -45,6 +52,7 @@ class Channel(asyncio.Protocol):
         with self._lock:
             if self._unsent:
                 self._loop.add_writer(self._sock.fileno(), self._flush)
+        self.data_received(b"")  # frames that were read before
 
     @property
     def is_open(self) -> bool:

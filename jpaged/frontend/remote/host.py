@@ -39,7 +39,7 @@ from jpaged.frontend.remote.messages import (
     portable,
     token_frame,
 )
-from jpaged.frontend.remote.questions import answer_questions
+from jpaged.frontend.remote.questions import answer_questions, failed
 from jpaged.frontend.remote.welcome import CALLS, Welcome
 from jpaged.requester import current_client
 
@@ -117,11 +117,6 @@ class FrontEndLink:
         """End the connection."""
         self._channel.close()
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that the front end has not forgotten."""
-        return len(self._streams)
-
     def _receive(self, kind: int, content: bytes) -> None:
         if kind != MESSAGE:
             raise ValueError(f"a front end sent a frame of kind {kind}")
@@ -190,11 +185,8 @@ class FrontEndLink:
             else:
                 value = await asyncio.to_thread(method, *call.arguments, **call.keywords)
             answer = Answer(call.identity, value)
-        except JPagedError as error:
-            answer = Answer(call.identity, error=portable(error))
         except Exception as error:
-            logger.exception("%s failed", call.name)
-            answer = Answer(call.identity, error=EngineError(f"{call.name}: {type(error).__name__}: {error}"))
+            answer = failed(call, error)
         self._send(answer)
 
     async def _reports(self, identity: int) -> None:

@@ -8,14 +8,13 @@ MESSAGE: a pickled message of this module. The engine's process accepts the clas
 """
 
 import dataclasses
-import importlib
-import io
 import pickle
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jpaged import unpickling
 from jpaged.engine.engine import Output
 from jpaged.errors import CapacityError, EngineError, JPagedError, ModelLoadError, NoWeightsError, RequestError
 from jpaged.lora.request import LoRARequest
@@ -113,31 +112,23 @@ class Fatal:
     error: JPagedError
 
 
-# Classes that a front end may send, by module.
+# Classes that a front end may send.
 ALLOWED = {
-    "jpaged.frontend.remote.messages": {"Begin", "Abort", "Stop", "Call", "Draining", "Reported"},
-    "jpaged.lora.request": {"LoRARequest"},
-    "jpaged.params.pooling": {"PoolingParams", "PoolingTask"},
-    "jpaged.params.sampling": {"SamplingParams", "RequestOutputKind"},
-    "jpaged.params.structured_outputs": {"StructuredOutputsParams"},
-    "jpaged.params.reasoning_tags": {"ReasoningTags"},
-    "jpaged.params.repetition_detection": {"RepetitionDetectionParams"},
+    *(("jpaged.frontend.remote.messages", name) for name in ("Begin", "Abort", "Stop", "Call", "Draining", "Reported")),
+    ("jpaged.lora.request", "LoRARequest"),
+    ("jpaged.params.pooling", "PoolingParams"),
+    ("jpaged.params.pooling", "PoolingTask"),
+    ("jpaged.params.sampling", "SamplingParams"),
+    ("jpaged.params.sampling", "RequestOutputKind"),
+    ("jpaged.params.structured_outputs", "StructuredOutputsParams"),
+    ("jpaged.params.reasoning_tags", "ReasoningTags"),
+    ("jpaged.params.repetition_detection", "RepetitionDetectionParams"),
 }
-
-
-class _FromFrontEnd(pickle.Unpickler):
-    """Reads messages of a front end."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class of ALLOWED. Raises UnpicklingError for any other name."""
-        if name not in ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"a front end may not send {module}.{name}")
-        return getattr(importlib.import_module(module), name)
 
 
 def message_of_front_end(content: bytes | memoryview) -> Any:
     """Return the message of a front end. Raises UnpicklingError for anything else."""
-    return _FromFrontEnd(io.BytesIO(content)).load()
+    return unpickling.load(content, ALLOWED, "a front end may not send {}")
 
 
 def message_of_engine(content: bytes | memoryview) -> Any:

@@ -91,8 +91,13 @@ def _answer(engine: Hosted, call: Call) -> Answer:
             raise EngineError(f"a front end may not ask for {call.name}")
         found = getattr(engine, call.name)
         return Answer(call.identity, found(*call.arguments) if callable(found) else found)
-    except JPagedError as error:
-        return Answer(call.identity, error=portable(error))
     except Exception as error:
-        logger.exception("%s failed", call.name)
-        return Answer(call.identity, error=EngineError(f"{call.name}: {type(error).__name__}: {error}"))
+        return failed(call, error)
+
+
+def failed(call: Call, error: Exception) -> Answer:
+    """The answer to a call that raised an error."""
+    if isinstance(error, JPagedError):
+        return Answer(call.identity, error=portable(error))
+    logger.error("%s failed", call.name, exc_info=error)
+    return Answer(call.identity, error=EngineError(f"{call.name}: {type(error).__name__}: {error}"))

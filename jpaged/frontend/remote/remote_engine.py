@@ -48,7 +48,7 @@ from jpaged.frontend.remote.questions import Questions
 from jpaged.frontend.remote.remote_adapters import RemoteAdapters
 from jpaged.frontend.remote.texts import RequestTexts
 from jpaged.frontend.remote.welcome import Welcome
-from jpaged.frontend.tokenising import TokeniserThreads, prompt_length
+from jpaged.frontend.tokenising import TokeniserThreads, prompt_length, reading_prompt
 from jpaged.lora.request import LoRARequest
 from jpaged.metrics import EngineMetricsSnapshot
 from jpaged.outputs import (
@@ -85,7 +85,7 @@ class RemoteEngine:
 
         sock, questions: connected to a `FrontEndLink`.
         """
-        welcome, rest = _welcome(sock)
+        welcome, frames = _welcome(sock)
         self._questions = Questions(questions)
         self.config = welcome.config
         self.default_sampling_params = welcome.default_sampling_params
@@ -96,8 +96,6 @@ class RemoteEngine:
         self._tokenizer = welcome.tokenizer
         self._prompts = PromptReader(welcome.limits, welcome.tokenizer)
         self._writer = AnswerWriter(welcome.tokenizer)
-        main_end = {welcome.limits.eos_token_id} - {None}
-        self._end_token_ids = frozenset(welcome.limits.eos_token_ids) | cast(set[int], main_end)
         self._tokenising = TokeniserThreads()
         self._requests: dict[int, _Remote] = {}
         self._numbers = itertools.count()
@@ -107,8 +105,7 @@ class RemoteEngine:
         self._is_closing = False
         self._lock = threading.Lock()
         self._when_fatal: list[Callable[[EngineError], None]] = []
-        self._channel = Channel(sock, self._receive, self._lost)
-        self._rest = rest
+        self._channel = Channel(sock, self._receive, self._lost, frames)
         self._is_ready = False
         self._report: Callable[[], bytes] = lambda: b""
         self._drain: Callable[[bool], None] = lambda _: None
@@ -116,8 +113,6 @@ class RemoteEngine:
     async def connect(self) -> None:
         """Begin to read, on this event loop."""
         await self._channel.open()
-        if self._rest:
-            self._channel.data_received(self._rest)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -201,12 +196,8 @@ class RemoteEngine:
         check_task(self._limits.pooling, params)
         if isinstance(params, SamplingParams) and params.stop and self._tokenizer is not None:
             stop_automaton(tuple(params.stop))  # cached, and built here because no stream waits for it
-        try:
+        with reading_prompt():
             return self._prompts.read(prompt, cast(Any, params), cancelled)
-        except Exception:
-            raise
-        except BaseException as error:  # the tokenizer panicked (Rust). Only this request fails
-            raise EngineError(f"reading the prompt failed: {type(error).__name__}: {error}") from error
 
     def _texts(
         self, request_id: str, checked: CheckedPrompt, params: SamplingParams | PoolingParams, metrics: RequestMetrics
@@ -219,7 +210,7 @@ class RemoteEngine:
         ):  # fmt: skip
             return None
         return RequestTexts(
-            self._writer, params, request_id, checked.text, checked.token_ids, self._end_token_ids, metrics
+            self._writer, params, request_id, checked.text, checked.token_ids, self._limits.end_token_ids, metrics
         )
 
     # -- messages -------------------------------------------------------------------------------------------------
@@ -477,17 +468,14 @@ class RemoteEngine:
         self._channel.close_from_any_thread()
 
 
-def _welcome(sock: socket.socket) -> tuple[Welcome, bytes]:
-    """Wait for the engine's first message. Returns it, and the bytes after it. Raises EngineError."""
-    frames, reader = [], FrameReader()
+def _welcome(sock: socket.socket) -> tuple[Welcome, FrameReader]:
+    """Wait for the engine's first message. Returns it, and the reader that has the frames after it. Raises EngineError.
+    """
+    reader = FrameReader()
     sock.setblocking(True)
-    while not frames:
-        data = sock.recv(2**16)
-        if not data:
-            raise EngineError(GONE)
-        frames += reader.feed(data)
-    if len(frames) > 1:
-        raise EngineError("the engine sent more before it was asked")
-    welcome = message_of_engine(frames[0][1])
-    assert isinstance(welcome, Welcome)
-    return welcome, reader.rest()
+    while data := sock.recv(2**16):
+        for _, content in reader.feed(data):
+            welcome = message_of_engine(content)
+            assert isinstance(welcome, Welcome)
+            return welcome, reader
+    raise EngineError(GONE)

@@ -8,11 +8,11 @@ The text and the ends are those of `AnswerWriter`, which does the same within th
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.answer_writer import AnswerWriter, append_last_text
-from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingMask, WeightVersion
+from jpaged.engine.request import changes_within
+from jpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingMask
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
 
 ENDS_BY_A_TOKEN = ("stop", "length", "repetition")  # then the last token ends the text
@@ -84,19 +84,15 @@ class RequestTexts:
         answer = self._answers[0]
         if answer.finish_reason is not None:
             return None
-        text, stop = answer.text, None
+        new, text = CompletionOutput(0, "", token_ids, None, None), answer.text
+        found = None if text is None else self._append(text, new)
+        if found is not None:
+            new.token_ids = token_ids[: found[0]]
+        answer.num_tokens += len(new.token_ids)
         if text is not None:
-            for position, token_id in enumerate(token_ids, 1):
-                stop = text.add(token_id)
-                if stop is not None:
-                    token_ids = token_ids[:position]
-                    break
-        answer.num_tokens += len(token_ids)
-        new = CompletionOutput(0, "", token_ids, None, None)
-        if text is not None:
-            if stop is not None:  # the engine's final output follows, which has the versions of the weights
+            if found is not None:  # the engine's final output follows, which has the versions of the weights
                 text.end()
-                answer.finish_reason, answer.stop = "stop", stop
+                answer.finish_reason, answer.stop = "stop", found[1]
                 self.stopped.append((0, answer.num_tokens))
             if self._deltas:
                 new.text = text.new()
@@ -198,12 +194,5 @@ def _cut(new: CompletionOutput, count: int, first: int) -> None:
         new.logprobs = new.logprobs[:count]
     if new.sampling_mask is not None:
         new.sampling_mask = SamplingMask(new.sampling_mask.token_ids[:count])
-    new.weight_changes = changes_of(new.weight_changes, first + count)
+    new.weight_changes = changes_within(new.weight_changes, first + count)
     new.weight_version = new.weight_changes[-1][1]
-
-
-def changes_of(
-    changes: Sequence[tuple[int, WeightVersion]], num_tokens: int
-) -> tuple[tuple[int, WeightVersion], ...]:
-    """The changes of the weights that an answer of `num_tokens` tokens shows."""
-    return tuple(change for change in changes if change[0] < max(num_tokens, 1))

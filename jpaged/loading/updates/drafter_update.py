@@ -17,7 +17,7 @@ from jpaged.loading.drafters.drafter import mesh_of, placer_of
 from jpaged.loading.drafters.head_weights import head_shapes, load_head
 from jpaged.loading.drafters.mtp import plan_new_layer
 from jpaged.loading.model import LoadedModel
-from jpaged.loading.updates.described import described
+from jpaged.loading.updates.described import difference
 from jpaged.models.draft_head import HeadSpec
 from jpaged.models.families import family_of
 from jpaged.models.families.base import Family
@@ -57,9 +57,7 @@ class MTPLayer:
         if planned is None:
             return []
         plan, tensors = planned
-        found, wanted = (described(tree) for tree in (head_shapes(plan, self.dtype, None, self.placer), self.slots))
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
-                have, want = found.get(name, "missing"), wanted.get(name, "missing")
-                raise ModelLoadError(f"{name} of the MTP layer is {have}, and the engine has {want}")
+        if differs := difference(head_shapes(plan, self.dtype, None, self.placer), self.slots):
+            name, have, want = differs
+            raise ModelLoadError(f"{name} of the MTP layer is {have}, and the engine has {want}")
         return [NewDrafter(functools.partial(load_head, plan, tensors, self.dtype, None, self.placer))]

@@ -13,7 +13,7 @@ from jpaged.loading.checkpoint import is_converted
 from jpaged.loading.hub import is_gguf
 from jpaged.loading.model import open_weights
 from jpaged.loading.source import open_source
-from jpaged.loading.updates.described import described
+from jpaged.loading.updates.described import difference
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.tree_update import in_layout
 from jpaged.loading.weights import StoredWeights
@@ -98,15 +98,12 @@ def _check(path: str, stored: StoredWeights, engine: EngineWeights) -> None:
         if stored.format is not None:
             raise ModelLoadError(f"{path}: the weights are quantised ({stored.format}), and the engine's are not")
         return
-    shapes = stored.shapes(engine.dtype, engine.placer)
-    found, wanted = (described(tree) for tree in (shapes, _trees(engine)))
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            have, want = found.get(name, "missing"), wanted.get(name, "missing")
-            raise ModelLoadError(
-                f"{path}: {name} is {have}, and the engine has {want}: the weights must be quantised as those that the "
-                "engine started with"
-            )
+    if differs := difference(stored.shapes(engine.dtype, engine.placer), _trees(engine)):
+        name, have, want = differs
+        raise ModelLoadError(
+            f"{path}: {name} is {have}, and the engine has {want}: the weights must be quantised as those that the "
+            "engine started with"
+        )
 
 
 def _trees(engine: EngineWeights) -> Any:

@@ -14,7 +14,6 @@ follow their message as bytes.
 
 import contextlib
 import dataclasses
-import io
 import logging
 import multiprocessing.connection
 import os
@@ -31,6 +30,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
+from jpaged import unpickling
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.runtime.parallel.question import Question, Questions
@@ -51,6 +51,7 @@ _ACCEPTED = {
     ("numpy._core.multiarray", "_reconstruct"), ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "scalar"), ("numpy.core.multiarray", "scalar"),
 }  # fmt: skip
+REFUSAL = "{} is not a part of a message between nodes"
 _RETRY_SECONDS = 0.2
 MOST_BYTES = 2**28  # maximum size of a message; a larger one is not from a node
 SLAB_BYTES = 2**26  # of an array, in one piece
@@ -59,13 +60,6 @@ OTHERS_SECONDS = 2  # after a node disagrees: for other nodes to connect, so tha
 SHUTDOWN_SECONDS = 10  # to wait for the other processes when the engine closes
 # A dead host does not close its connections. Keepalive detects it: 5 s of silence, then 3 probes 2 s apart.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ACCEPTED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not a part of a message between nodes")
-        return super().find_class(module, name)
 
 
 class Channel:
@@ -88,7 +82,7 @@ class Channel:
         """The next message. Raises EOFError or OSError if the other node is lost, TimeoutError after `seconds`."""
         if seconds is not None and not self._connection.poll(max(0.0, seconds)):
             raise TimeoutError
-        return _Unpickler(io.BytesIO(self._connection.recv_bytes(MOST_BYTES))).load()
+        return unpickling.load(self._connection.recv_bytes(MOST_BYTES), _ACCEPTED, REFUSAL)
 
     def send_bytes(self, data: UInt8[np.ndarray, " bytes"]) -> None:
         """Send the bytes of an array. Raises OSError if the other node is lost."""
