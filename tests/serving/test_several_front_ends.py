@@ -98,20 +98,22 @@ def test_a_front_end_that_starts_while_the_server_drains(server: tuple[Serving, 
     """It drains from the beginning: the engine's process tells it with its first message."""
     serving, url = server
     httpx.post(f"{url}/admin/drain", headers=ADMIN, timeout=30)
-    before = serving.children
-    os.kill(max(before), signal.SIGKILL)
-    wait_for(lambda: len(set(serving.children) - set(before)) == 1, seconds=30)
+    try:
+        before = serving.children
+        os.kill(max(before), signal.SIGKILL)
+        wait_for(lambda: len(set(serving.children) - set(before)) == 1, seconds=30)
 
-    def all_drain() -> bool:
-        with contextlib.suppress(httpx.HTTPError):  # the connection waited for the one that was killed
-            return {r.status_code for r in many("GET", f"{url}/ready", {})} == {503}
-        return False
+        def all_drain() -> bool:
+            with contextlib.suppress(httpx.HTTPError):  # the connection waited for the one that was killed
+                return {r.status_code for r in many("GET", f"{url}/ready", {})} == {503}
+            return False
 
-    assert "the engine sent" not in serving.text
-    wait_for(lambda: httpx.get(f"{url}/admin/status", headers=ADMIN, timeout=30).json()["drained"], seconds=30)
-    wait_for(all_drain, seconds=30)
-    assert len(serving.children) == 2
-    httpx.delete(f"{url}/admin/drain", headers=ADMIN, timeout=30)
+        assert "the engine sent" not in serving.text
+        wait_for(lambda: httpx.get(f"{url}/admin/status", headers=ADMIN, timeout=30).json()["drained"], seconds=30)
+        wait_for(all_drain, seconds=30)
+        assert len(serving.children) == 2
+    finally:  # the tests after it need a server that accepts requests
+        httpx.delete(f"{url}/admin/drain", headers=ADMIN, timeout=30)
     wait_for(lambda: {r.status_code for r in many("GET", f"{url}/ready", {})} == {200})
 
 

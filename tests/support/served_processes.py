@@ -67,7 +67,7 @@ class Serving:
         for task in pathlib.Path(f"/proc/{self.process.pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
                 found += map(int, (task / "children").read_text().split())
-        return [pid for pid in found if b"front_end" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in found if b"front_end" in command_line(pid)]
 
     @property
     def child(self) -> int:
@@ -98,6 +98,14 @@ class Serving:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def command_line(pid: int) -> bytes:
+    """The command line of a process. Empty for one that has ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def alive(pid: int) -> bool:
