@@ -43,7 +43,16 @@ from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.step_plan import RowMask, SamplerVariant, StepPlan, StepResult
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.remote.host import FrontEndLink
-from jpaged.frontend.remote.messages import TOKENS, Begin, Call, FrameReader, frame, message_of_engine
+from jpaged.frontend.remote.messages import (
+    TOKENS,
+    Begin,
+    Call,
+    FrameReader,
+    Results,
+    frame,
+    message_of_engine,
+    tokens_of,
+)
 from jpaged.metrics import TOKEN_BOUNDS, Histogram, ProgramMetrics
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import RequestOutputKind, SamplingParams
@@ -58,6 +67,7 @@ MANY_LEAVES = DecoderSpec(
     max_position=2048, rope=Rope(),
 )  # fmt: skip
 ROWS = (1, 64, 256)
+BEGINNING, MEASURED = 50, 250  # tokens of a stream, of 400
 STEPS = 600  # measured one by one, so that some are undisturbed on a busy machine
 DECODING = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 DELTAS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -84,6 +94,9 @@ class NoDevice:
     max_model_len = 2048
     vocab_size = 50_000
     max_logprobs = 20
+    logprobs_mode = "raw_logprobs"
+    returns_sampling_mask = returns_routed_experts = False
+    num_adapter_slots = 0
     compiles_after_ready = 0
     is_ready = True
     longrope_switch_len = None
@@ -290,14 +303,16 @@ def async_steps(runner: ModelRunner, text: "Backend") -> list[tuple[float, float
 
 
 def drain(sock: socket.socket, rounds: int) -> None:
-    """A front end that reads everything and makes no text. It runs in a process of its own."""
+    """A front end that reads everything and makes no text. It runs in a process of its own.
+
+    It calls `is_paused` after BEGINNING tokens of all streams of a round, and again after MEASURED more.
+    """
     frames = FrameReader()
 
     def messages() -> Iterator[Any]:
         while data := sock.recv(2**20):
             for kind, content in frames.feed(data):
-                if kind != TOKENS:
-                    yield message_of_engine(content)
+                yield len(tokens_of(content)[0]) if kind == TOKENS else message_of_engine(content)
 
     read = messages()
     next(read)  # the welcome
@@ -305,18 +320,25 @@ def drain(sock: socket.socket, rounds: int) -> None:
     for streams in ROWS:
         for number in range(rounds * streams):
             prompt = {"prompt_token_ids": [number % streams] * 100}
-            begin = Begin(number, f"{streams}-{number}", True, prompt, params, "")
-            sock.sendall(frame(begin))
+            sock.sendall(frame(Begin(number, f"{streams}-{number}", True, prompt, params, "")))
             if number % streams == streams - 1:
-                left = streams
+                left, tokens, marks = streams, 0, [BEGINNING * streams, (BEGINNING + MEASURED) * streams]
                 while left:
-                    left -= sum(1 for _, result in next(read).pairs if result is not None and result.finished)
-                sock.sendall(frame(Call(number, "is_paused")))
-                next(read)
+                    match next(read):
+                        case int(count):
+                            tokens += count
+                            if marks and tokens >= marks[0]:
+                                sock.sendall(frame(Call(number * 2 + len(marks), "is_paused")))
+                                del marks[0]
+                        case Results(pairs):
+                            left -= sum(1 for _, result in pairs if result is not None and result.finished)
 
 
 def remote_steps(runner: ModelRunner, rounds: int = 3) -> list[float]:
-    """Processor microseconds of a step in the engine's process, for each number of ROWS streams of a front end."""
+    """Processor microseconds of a step in the engine's process, for each number of ROWS streams of a front end.
+
+    All threads count, and nothing but steps: all streams have begun, and none ends.
+    """
     engine = Engine(runner, None)
     costs: list[float] = []
 
@@ -330,30 +352,28 @@ def remote_steps(runner: ModelRunner, rounds: int = 3) -> list[float]:
             process = multiprocessing.get_context("spawn").Process(target=drain, args=(theirs, rounds), daemon=True)
             process.start()
             link = FrontEndLink(llm, ours, questions[0], lambda: None)
-            begun = asyncio.Event()
-            calls = 0
-            mark = [0.0, 0]
+            ended = asyncio.Event()
+            marks: list[tuple[float, int]] = []
             found: list[float] = []
 
             async def is_paused() -> bool:
-                """The front end calls it at the end of a round."""
-                nonlocal calls
-                steps = llm.stats().steps - mark[1]
-                found.append((time.process_time() - mark[0]) / steps * 1e6)
+                """The front end calls it at the begin and at the end of a measurement."""
                 gc.freeze()
-                mark[:] = [time.process_time(), llm.stats().steps]
-                calls += 1
-                if calls % rounds == 0:
-                    costs.append(min(found))
-                    found.clear()
-                if calls == rounds * len(ROWS):
-                    begun.set()
+                marks.append((time.process_time(), llm.stats().steps))
+                if len(marks) == 2:
+                    (began, first), (until, last) = marks
+                    marks.clear()
+                    found.append((until - began) / (last - first) * 1e6)
+                    if len(found) == rounds:
+                        costs.append(min(found))
+                        found.clear()
+                        if len(costs) == len(ROWS):
+                            ended.set()
                 return False
 
             llm.is_paused = is_paused
-            mark[:] = [time.process_time(), llm.stats().steps]
             await link.open()
-            await begun.wait()
+            await ended.wait()
             process.kill()
 
     with mock.patch.object(async_llm, "build_engine", built):

@@ -245,6 +245,10 @@ class EngineConfig:
     """Append tokens that a grammar forces without sampling them. On CPU, where a step's cost grows with its tokens,
     this applies only to runs of forced tokens longer than the number of running requests. Outputs do not change."""
 
+    stream_interval: int = 1
+    """Number of new tokens per output of a stream, for requests that do not say. The first and the last token are sent
+    at once. More than 1 takes less processor time."""
+
     grammar_cache_size: int = 64
     """Number of compiled grammars kept in memory for later requests with the same grammar."""
 

@@ -69,6 +69,7 @@ class EngineArguments(TypedDict, total=False):
     max_regex_bytes: int
     grammar_compile_timeout: float
     jump_forward: bool
+    stream_interval: int
     grammar_cache_size: int
     enable_lora: bool
     max_loras: int

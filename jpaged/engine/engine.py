@@ -476,7 +476,8 @@ class Engine:
         self.admission = AdmissionControl(self.scheduler, options.scheduling, runner.max_num_seqs)
         self._outputs = OutputProcessor(
             StrategyContext(
-                self._writer, self.scheduler, self._counters, options.jump_forward, runner.min_jump_per_request
+                self._writer, self.scheduler, self._counters, options.jump_forward, runner.min_jump_per_request,
+                options.stream_interval,
             ),
             self._metrics,
         )

@@ -23,6 +23,7 @@ class EngineOptions:
     scheduling: SchedulingOptions = SchedulingOptions()
     enable_prefix_caching: bool = True
     jump_forward: bool = True            # append tokens that a grammar forces without sampling them
+    stream_interval: int = 1             # `SamplingParams.stream_interval` of requests without one
     grammar_limits: GrammarLimits | None = None
     disable_log_stats: bool = False      # collect no distributions for metrics
     seed: int = 0                        # of the generator that makes seeds for requests without one

@@ -110,6 +110,7 @@ class OutputState:
     kept_ids: list[np.ndarray] | None = None  # int32 ids from which each token was drawn; None: not requested
     routed: RoutedTokens | None = None     # experts of the tokens; None: not requested
     text: AnswerText | None = None         # None: no tokenizer, or not requested
+    is_bare: bool = False                  # only the end tokens and the length end the answer, and it has no text
     num_emitted: int = 0                   # output tokens in the outputs that the caller has
     end_emitted: bool = False              # the caller has the finish reason
     stop_reason: int | str | None = None

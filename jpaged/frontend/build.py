@@ -355,6 +355,7 @@ def _engine(
         scheduling=SchedulingOptions(**scheduling),
         enable_prefix_caching=config.enable_prefix_caching,
         jump_forward=config.jump_forward,
+        stream_interval=config.stream_interval,
         disable_log_stats=config.disable_log_stats,
         grammar_limits=GrammarLimits.from_options(config),
         seed=config.seed,

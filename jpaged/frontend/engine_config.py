@@ -154,7 +154,9 @@ def _check_values(config: EngineConfig) -> None:
     if config.kv_cache_dtype not in KV_CACHE_DTYPES:
         known = ", ".join((*KV_CACHE_DTYPES, *KV_CACHE_DTYPE_ALIASES))
         raise RequestError("kv_cache_dtype", config.kv_cache_dtype, f"must be one of {known}")
-    for name in ("max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens"):
+    for name in (
+        "max_num_partial_prefills", "target_step_ms", "max_queued_requests", "max_queued_tokens", "stream_interval",
+    ):  # fmt: skip
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise RequestError(name, value, "must be above 0")

@@ -215,7 +215,8 @@ class SamplingParams:
     """Content of each output of a stream (`AsyncLLM.generate`). `LLM` always returns the final answer."""
 
     stream_interval: int | None = None
-    """New tokens per output of a stream, at least 1. The first and the last token are sent at once. None: 1."""
+    """New tokens per output of a stream, at least 1. The first and the last token are sent at once. None: the engine's
+    `stream_interval`, which is 1."""
 
     truncate_prompt_tokens: int | None = None
     """Keep at most this many tokens of the prompt, at least 1. -1: as many as leave room for `max_tokens`. None: all.

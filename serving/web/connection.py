@@ -6,6 +6,7 @@ httptools has no limit on a header. It copies a growing header with each piece, 
 import asyncio
 import dataclasses
 import select
+import socket
 import uuid
 from collections import Counter, deque
 from http import HTTPStatus
@@ -21,6 +22,7 @@ from jpaged.serving.web.lingering import LingeringTransport
 MAX_HEAD_BYTES = 65_536  # of a request line with its headers; and between two pieces of a body, for chunk headers
 MAX_PIPELINED = 16  # requests of a connection that wait for the answers to earlier ones
 PIECE = 16_384  # bytes parsed before they are counted
+MAX_UNSENT = 65_536  # bytes of an answer in the kernel that are not sent: more of them wait here, where they are seen
 PROBE_SECONDS = 0.05  # between two checks of a client that may have left
 LEFT = getattr(select, "POLLRDHUP", 0)  # the client has closed its sending side; Linux only
 
@@ -31,13 +33,13 @@ class ConnectionLimits:
 
     head_seconds: from the connection, or from the first byte of a request, to the end of its headers.
     body_seconds: from there to the end of the request's body.
-    read_seconds: until a client that has stopped reading its answer must read again.
+    read_seconds: until a client that has stopped reading its answer must read again. A slow one is not cut.
     per_address:  open connections of one client address: IPv4, or the first 64 bits of IPv6.
     """
 
     head_seconds: float = 20.0
     body_seconds: float = 120.0
-    read_seconds: float = 120.0
+    read_seconds: float = 15.0
     per_address: int = 1_024
 
 
@@ -87,6 +89,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._set_deadline(self._limits.head_seconds)
         if self.client is None:
             return
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # else the kernel takes megabytes: 10,000 tokens of a stream
+            option = self.transport.get_extra_info("socket")
+            option.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT)
         address = address_key(self.client[0])
         if self._counts[address] >= self._limits.per_address:
             self._refuse(503, "too many connections from this address: close some", linger=False)
@@ -276,8 +281,18 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         """Called by the transport when its buffer is full, because the client does not read."""
-        self._unread = self.loop.call_later(self._limits.read_seconds, self.transport.abort)
+        self._watch_reader()
         super().pause_writing()
+
+    def _watch_reader(self, before: int | None = None) -> None:
+        """Close the connection if the client reads nothing. before: unsent bytes, `read_seconds` ago."""
+        unsent = self.transport.get_write_buffer_size()
+        if before is not None and unsent >= before:
+            seconds = self._limits.read_seconds
+            self.logger.warning("a client has read nothing for %g s: its connection is closed", seconds)
+            self.transport.abort()
+            return
+        self._unread = self.loop.call_later(self._limits.read_seconds, self._watch_reader, unsent)
 
     def resume_writing(self) -> None:
         """Called by the transport when its buffer has room again."""

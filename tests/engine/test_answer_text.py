@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jpaged import AsyncLLM, RequestError, RequestOutput, SamplingParams
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.input.input_processor import InputProcessor, ModelLimits
 from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.detokenizer import text_decoder
@@ -38,8 +38,10 @@ def text_of(token_ids: list[int], *, skip: bool = True) -> str:
     return TOKENIZER.decode([token_id for token_id in token_ids if token_id < len(TOKENIZER)], skip)
 
 
-def run(prompt: list[int], sampling: SamplingParams, *, stream: bool = False) -> list[RequestOutput]:
-    engine = Engine(FakeRunner(num_blocks=128), tokenizer=TOKENIZER)
+def run(
+    prompt: list[int], sampling: SamplingParams, *, stream: bool = False, interval: int = 1
+) -> list[RequestOutput]:
+    engine = Engine(FakeRunner(num_blocks=128), TOKENIZER, EngineOptions(stream_interval=interval))
     engine.add_request("a", prompt, sampling, stream=stream)
     outputs = []
     while engine.has_work:
@@ -113,6 +115,13 @@ def test_deltas_joined_are_the_answer(prompt: list[int], cut: int, interval: int
         assert output.outputs[0].text.startswith(before)
         before = output.outputs[0].text
     assert [output.finished for output in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_the_interval_of_the_engine():
+    """For requests without one of their own."""
+    for asked, sizes in ((None, [1, 5, 5, 5, 5, 3]), (7, [1, 7, 7, 7, 2]), (1, [1] * 24)):
+        deltas = run(PROMPTS[0], params(stream_interval=asked, output_kind=DELTA), stream=True, interval=5)
+        assert [len(delta.outputs[0].token_ids) for delta in deltas] == sizes
 
 
 def test_several_answers_in_deltas():

@@ -70,6 +70,7 @@ ALLOWED = {
     ("serving/front_ends.py", "import socket"): "makes pairs of sockets for its child processes",
     ("serving/front_ends.py", "import pickle"): "writes the settings of its child processes",
     ("serving/front_ends.py", "import subprocess"): "starts this interpreter, without a shell",
+    ("serving/web/connection.py", "import socket"): "the names of an option",
     ("serving/web/process.py", "import socket"): "listens on the server's own address",
     ("serving/web/process.py", "import ssl"): "listens with TLS",
     ("serving/web/process.py", "call connect_ex"): "asks whether a process listens on the Unix socket that it replaces",

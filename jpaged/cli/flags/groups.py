@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "scheduling": (
         "max_num_batched_tokens", "scheduling_policy", "max_num_partial_prefills", "target_step_ms",
-        "max_queued_requests", "max_queued_tokens",
+        "max_queued_requests", "max_queued_tokens", "stream_interval",
     ),
     "speculation": ("speculative_config",),
     "lora": (

@@ -47,6 +47,11 @@ class AnswerWriter:
         metrics.last_token_time = now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+        if output.is_bare:
+            if token_id in request.stop_ids:
+                output.stop_reason = stop_reason(request, token_id)
+                return RequestStatus.STOPPED
+            return RequestStatus.LENGTH if len(token_ids) >= request.max_total_tokens else None
         if output.reasoning_budget is not None:
             output.reasoning_budget.append(token_id, self.token_bytes(token_id))
         stops = token_id in request.stop_ids

@@ -65,15 +65,16 @@ class OutputProcessor:
                 self._finish(strategy.ending_with(request_group, request), end)
                 news[request_group] = None
             elif request_group.streams and strategy.is_due(request):
-                news[request_group] = None
+                if (sink := request_group.sink) is not None:  # its only request, which runs
+                    sink.add(request_group)
+                else:
+                    news[request_group] = None
         if self._metrics is not None and collected.token_ids:  # a model that pools has no tokens
             self._metrics.note_tokens(collected.now, taken)
         outputs = []
         for request_group in news:
             if request_group.has_ended:
                 outputs.append(self._final_output(request_group))
-            elif request_group.sink is not None:
-                request_group.sink.add(request_group)
             elif request_group.streams:
                 outputs.append(request_group.strategy.output(request_group))
         return outputs

@@ -21,13 +21,16 @@ class TokenSink:
 
     def add(self, request_group: "RequestGroup") -> None:
         """Add the tokens of a running answer that were not emitted before. Its request group has one request."""
-        request, number = request_group.requests[0], request_group.number
+        request = request_group.requests[0]
         output, token_ids = request.output, request.token_ids
-        first = len(request.prompt_token_ids) + output.num_emitted
-        for token_id in token_ids[first:]:
-            self._numbers.append(number)
-            self._token_ids.append(token_id)
-        output.num_emitted += len(token_ids) - first
+        count = len(token_ids) - len(request.prompt_token_ids) - output.num_emitted
+        output.num_emitted += count
+        if count == 1:
+            self._numbers.append(request_group.number)
+            self._token_ids.append(token_ids[-1])
+        else:
+            self._numbers += [request_group.number] * count
+            self._token_ids += token_ids[len(token_ids) - count :]
 
     def take(self) -> tuple[list[int], list[int]]:
         """Return the numbers and the tokens, and forget them."""

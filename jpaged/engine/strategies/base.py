@@ -58,6 +58,7 @@ class StrategyContext:
     counters: EngineCounters
     jump_forward: bool           # append tokens that a grammar forces without sampling them
     min_jump_per_request: float  # see `Runner`
+    stream_interval: int = 1     # of requests without one
 
 
 class Strategy(abc.ABC):

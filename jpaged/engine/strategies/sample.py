@@ -36,22 +36,28 @@ class SampleStrategy(Strategy):
         params = request_group.params
         grammar = None if request_group.grammar is None else request_group.grammar.result()
         for request in request_group.requests:
-            request.output.text = context.writer.new_text(params, request.prompt_token_ids)
+            output = request.output
+            output.text = context.writer.new_text(params, request.prompt_token_ids)
             if params.return_routed_experts:
-                request.output.routed = RoutedTokens(request_group.first.output.routed if request.index else None)
+                output.routed = RoutedTokens(request_group.first.output.routed if request.index else None)
             if grammar is not None:
-                request.output.matcher = grammar.matcher()
-                request.output.jumps = context.jump_forward and not params.samples_forced_tokens
+                output.matcher = grammar.matcher()
+                output.jumps = context.jump_forward and not params.samples_forced_tokens
+            enders = (output.text, output.matcher, output.repetition, output.reasoning_budget)
+            output.is_bare = all(each is None for each in enders)
         super().begin(request_group, context)
 
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
         """Append the sampled tokens, and forced tokens after them. Raises an error if no token could be sampled."""
-        output, end = request.output, None
-        for sample in collected.samples(index):
-            end = self._append(request, collected, sample)
-            if end is not None:  # what was sampled after the end is dropped
-                return end
-        if output.jumps:
+        end = None
+        if collected.result.num_accepted is None:
+            end = self._append(request, collected, index)
+        else:
+            for sample in collected.samples(index):
+                end = self._append(request, collected, sample)
+                if end is not None:  # what was sampled after the end is dropped
+                    break
+        if end is None and request.output.jumps:
             end = self._jump(request, collected.now)
         return end
 
@@ -71,7 +77,7 @@ class SampleStrategy(Strategy):
 
     def is_due(self, request: Request) -> bool:
         """Whether `stream_interval` tokens are new. The first token is always due."""
-        interval = request.params.stream_interval or 1
+        interval = request.params.stream_interval or self.context.stream_interval
         emitted = request.output.num_emitted
         return interval == 1 or emitted == 0 or request.num_output_tokens - emitted >= interval
 
