@@ -13,6 +13,7 @@ Meanwhile a schedule of events, drawn from the seed, disturbs the server:
     cache    files of the compile cache are truncated, emptied or overwritten, then SIGTERM and a new process
     disk     the file system of the log and of the compile cache is full for some seconds, or during a restart
     clock    the wall clock jumps by seconds to years
+    front    SIGKILL of a front end, which is started again; with --api-server-count only
 
 The system clock does not change: `chaos_clock.py` starts the server and wraps `time.time` in its process. The
 full disk is a small tmpfs, or a limit on the size of files (RLIMIT_FSIZE) where mounting is not allowed.
@@ -49,7 +50,8 @@ from chaos_load import MAX_SECONDS, Case, Outcome, draw_cases, offline_answers, 
 from chaos_server import SIZES, Disk, ServerProcess
 from drawn_requests import COMPLETIONS, ask, drawn_request, fault_of, sent
 
-EVENTS = {"stop": 6, "drain": 4, "restart": 2, "kill": 1, "cache": 2, "disk": 4, "clock": 5}  # name -> weight
+# Weight of each kind of event.
+EVENTS = {"stop": 6, "drain": 4, "restart": 2, "kill": 1, "cache": 2, "disk": 4, "clock": 5, "front": 6}
 NUM_CASES = 120
 NUM_CLIENTS, NUM_MALFORMED = 12, 2
 QUIET_EVERY = 30.0           # seconds between two pauses of the load
@@ -59,7 +61,7 @@ MAX_MEMORY_GROWTH = 256 * 2**20  # bytes of the server and its child processes, 
 MAX_FILES_GROWTH = 32        # open files and sockets, after warm-up
 LATE = 1.0                   # a request sent up to this many seconds before SIGTERM may meet a closed socket
 JUMPS = (-86_400.0, -3_600.0, -5.0, 5.0, 3_600.0, 86_400.0, 10 * 365 * 86_400.0)
-DOCUMENTED = {"draining", "stopping", "overloaded_error"}  # error codes; the last is Anthropic's error type
+DOCUMENTED = {"draining", "stopping", "restarting", "overloaded_error"}  # the last is Anthropic's
 MAX_FINDINGS = 50            # written per kind
 
 
@@ -160,7 +162,7 @@ class Chaos:
                 name, fault = self._attack(rng, drawn, way)
             except (OSError, http.client.HTTPException) as error:
                 name = fault = f"no answer: {type(error).__name__}"
-                if self._during(start, time.monotonic(), "restart", "kill"):
+                if self._during(start, time.monotonic(), "restart", "kill", "front"):
                     name, fault = "server down", None
             finally:
                 self._done()
@@ -189,7 +191,7 @@ class Chaos:
             fault = f"an answer after {seconds:.1f} s"
         if fault == "a stream that ends with an error" and self._during(start, time.monotonic(), "restart"):
             fault = None
-        if status == 503 and not self._during(start, time.monotonic(), "restart", "kill", "drain"):
+        if status == 503 and not self._during(start, time.monotonic(), "restart", "kill", "drain", "keeper"):
             fault = f"status 503 without a reason: {answer[:300]!r}"
         return f"{kind}: status {status}" if status else f"{kind}: not waited for", fault
 
@@ -217,10 +219,10 @@ class Chaos:
             case "no connection":
                 good = self._during(start, end, "restart", "kill")
             case "broken":
-                good = self._during(start, end, "kill") or self._during(start, end, "restart", late=True)
+                good = self._during(start, end, "kill", "front") or self._during(start, end, "restart", late=True)
             case "error":
                 good = outcome.code in DOCUMENTED and outcome.status in (200, 503)
-                good = good and self._during(start, end, "restart", "drain", "kill")
+                good = good and self._during(start, end, "restart", "drain", "kill", "keeper")
             case _:
                 good = False
         with self._lock:
@@ -280,6 +282,9 @@ class Chaos:
                 server.disk.free(server.process.pid)
             case "clock":
                 server.move_clock(rng.choice(JUMPS))
+            case "front":
+                if not server.kill_front_end(rng):
+                    self._finding("front end", "a front end that was killed is not started again")
             case _:
                 raise ValueError(event.kind)
 
@@ -368,13 +373,17 @@ def main() -> None:
     parser.add_argument(
         "--events", nargs="*", choices=EVENTS, default=list(EVENTS), metavar="EVENT", help=", ".join(EVENTS)
     )
+    parser.add_argument("--api-server-count", type=int, help="as for jpaged serve")
     parser.add_argument("--output", type=Path, help="JSON file of the results")
     options = parser.parse_args()
+    front_ends = options.api_server_count
+    if front_ends is None:
+        options.events = [kind for kind in options.events if kind != "front"]
     cases = draw_cases(options.seed, NUM_CASES)
     schedule = draw_schedule(options.seed, options.minutes * 60, options.events)
     with tempfile.TemporaryDirectory() as folder:
         disk = Disk(Path(folder) / "disk")
-        server = ServerProcess(options.model, Path(folder), disk)
+        server = ServerProcess(options.model, Path(folder), disk, front_ends)
         try:
             print(f"{len(cases)} offline answers, {len(schedule)} events", flush=True)
             with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # has JAX
@@ -390,6 +399,7 @@ def main() -> None:
     from jpaged.cli.common.results import machine
 
     asked = f"--minutes {options.minutes:g} --seed {options.seed} --model {options.model}"
+    asked += "" if front_ends is None else f" --api-server-count {front_ends}"
     report = {
         "command": f"python benchmarks/chaos.py {asked} --events {' '.join(options.events)}",
         "machine": machine(), "disk": "tmpfs" if disk.is_mounted else "RLIMIT_FSIZE", **chaos.figures(),

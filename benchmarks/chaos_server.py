@@ -29,6 +29,7 @@ SIZES = {
 }  # fmt: skip
 START_SECONDS = 240.0     # limit of a start, which may compile all programs on a busy machine
 SHUTDOWN_SECONDS = 10     # --shutdown-timeout
+FRONT_END_SECONDS = 10.0  # from the start of a front end's process until it answers, on a busy machine
 DISK_BYTES = 24 * 2**20   # of the small disk
 DAMAGES = ("truncated", "random", "empty", "changed")  # ways to damage a file
 
@@ -81,7 +82,8 @@ class Span:
 class ServerProcess:
     """The server. One thread disturbs it, others send requests."""
 
-    def __init__(self, model: str, folder: Path, disk: Disk):
+    def __init__(self, model: str, folder: Path, disk: Disk, front_ends: int | None = None):
+        """front_ends: processes of their own; None: the server is one process."""
         with socket.create_server(("127.0.0.1", 0)) as taken:
             self.port = taken.getsockname()[1]
         self.disk = disk
@@ -93,7 +95,7 @@ class ServerProcess:
         self._log = disk.folder / "server.log"
         self._clock = folder / "clock"
         self._offset = 0.0
-        self._model = model
+        self._flags = [model] if front_ends is None else [model, "--api-server-count", str(front_ends)]
         self.process: subprocess.Popen[bytes]
         self.memory_at_start = 0
         self.files_at_start = 0
@@ -106,7 +108,7 @@ class ServerProcess:
         began = time.monotonic()
         options = [part for name, each in SIZES.items() for part in _option(name, each)]
         command = [
-            sys.executable, str(Path(__file__).with_name("chaos_clock.py")), str(self._clock), "serve", self._model,
+            sys.executable, str(Path(__file__).with_name("chaos_clock.py")), str(self._clock), "serve", *self._flags,
             "--port", str(self.port), "--admin-key", KEY, "--allowed-hosts", "*",
             "--shutdown-timeout", str(SHUTDOWN_SECONDS), "--compilation-cache-dir", str(self.cache), *options,
         ]  # fmt: skip
@@ -147,6 +149,32 @@ class ServerProcess:
         self.process.kill()
         self.process.wait()
         self.read_log()
+
+    def front_ends(self) -> list[int]:
+        """Processes of front ends, the oldest first. The first one of a server keeps responses, files and batches."""
+        found: list[int] = []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found += map(int, (task / "children").read_text().split())
+        return sorted(pid for pid in found if b"jpaged.serving.front_end" in _command_line(pid))
+
+    def kill_front_end(self, rng: random.Random) -> bool:
+        """Kill one with SIGKILL, and wait for the next. Returns False if none comes. Only its own requests may end."""
+        before = self.front_ends()
+        victim = rng.choice(before)
+        self.spans.append(Span("front", now := time.monotonic(), now + 0.1))
+        keeper = Span("keeper", now)  # responses may be refused until it is back
+        if victim == before[0]:
+            self.spans.append(keeper)
+        os.kill(victim, signal.SIGKILL)
+        try:
+            while time.monotonic() - now < START_SECONDS:
+                if len(set(self.front_ends()) - {victim}) == len(before):
+                    return True
+                time.sleep(0.05)
+            return False
+        finally:
+            keeper.end = time.monotonic() + FRONT_END_SECONDS
 
     def _down(self, kind: str) -> None:
         self.up.clear()
@@ -236,6 +264,13 @@ class ServerProcess:
     def num_files(self) -> int:
         """Open files and sockets of the process."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def _option(name: str, value: Any) -> list[str]:

@@ -264,9 +264,9 @@ CONNECTIONS: dict[str, Callable[[int], bytes]] = {
 }
 
 
-def hundred(output: Path) -> None:
+def hundred(output: Path, flags: Sequence[str] = ()) -> None:
     """Send the hostile requests while the streams run, and write the measurements."""
-    with serving(OPTIONS) as (process, port):
+    with serving([*OPTIONS, *flags]) as (process, port):
         wanted = [streamed(port, number) for number in range(NUM_STREAMS)]
         requests = list(hostile_bodies())
         actions: list[tuple[str, int, Callable[[], tuple[int, bytes]]]] = [
@@ -307,7 +307,7 @@ def hundred(output: Path) -> None:
     worst = max(rows, key=lambda row: row["longest_wait_ms"])
     over = [row for row in rows if row["bytes"] and row["memory_bytes"] > BODY_FACTOR * row["bytes"] + BODY_ROOM]
     report = {
-        "command": "python tools/attack.py hundred", "machine": machine(), "requests": len(rows),
+        "command": " ".join(["python tools/attack.py hundred", *flags]), "machine": machine(), "requests": len(rows),
         "wait_ms_without": _waits(without), "wait_ms_with": _waits(hostile),
         "longest_stall_ms": round(worst["longest_wait_ms"] - without[-1] * 1e3, 1),
         "streams_ended": ended, "streams_wrong": wrong, "rows": rows,
@@ -337,13 +337,13 @@ def _status(answer: bytes) -> tuple[int, bytes]:
 # -- drawn requests -----------------------------------------------------------------------------------------------
 
 
-def drawn(output: Path, count: int, seed: int, clients: int) -> None:
+def drawn(output: Path, count: int, seed: int, clients: int, flags: Sequence[str] = ()) -> None:
     """Send drawn requests with several clients while four streams run, and write the findings."""
     statuses: collections.Counter[str] = collections.Counter()
     findings: list[dict[str, Any]] = []
     slow: list[tuple[float, int]] = []
     lock = threading.Lock()
-    with serving(OPTIONS) as (process, port), Progress() as progress:
+    with serving([*OPTIONS, *flags]) as (process, port), Progress() as progress:
         wanted = [streamed(port, number) for number in range(4)]
         warm_up(port)
         before = resident(process.pid)
@@ -380,8 +380,9 @@ def drawn(output: Path, count: int, seed: int, clients: int) -> None:
         health, _ = ask(port, "GET", "/health")
         after = [streamed(port, number) for number in range(4)] == wanted
         grown = resident(process.pid) - before
+    command = ["python tools/attack.py drawn", f"--count {count} --seed {seed} --clients {clients}", *flags]
     report = {
-        "command": f"python tools/attack.py drawn --count {count} --seed {seed} --clients {clients}",
+        "command": " ".join(command),
         "machine": machine(), "requests": count, "statuses": dict(sorted(statuses.items())),
         "memory_grown_bytes": grown,
         "streams_ended": ended, "streams_wrong": wrong, "health_after": health, "streams_right_after": after,
@@ -402,11 +403,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6_000, help="number of drawn requests")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first drawn request")
     parser.add_argument("--clients", type=int, default=8, help="clients that send drawn requests at the same time")
+    parser.add_argument("--api-server-count", help="as for jpaged serve")
     options = parser.parse_args()
+    flags = [] if options.api_server_count is None else ["--api-server-count", options.api_server_count]
     if options.attack == "hundred":
-        hundred(options.output)
+        hundred(options.output, flags)
     else:
-        drawn(options.output, options.count, options.seed, options.clients)
+        drawn(options.output, options.count, options.seed, options.clients, flags)
 
 
 if __name__ == "__main__":

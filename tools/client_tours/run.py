@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True, help="folder for the clients' environments")
     parser.add_argument("--output", type=Path, help="result file, in JSON")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT", help=", ".join(names))
+    parser.add_argument("--api-server-count", help="as for jpaged serve")
     arguments = parser.parse_args()
+    flags = [] if arguments.api_server_count is None else ["--api-server-count", arguments.api_server_count]
     cache = arguments.cache.expanduser().resolve()
     chosen = [client for client in CLIENTS if client.name in arguments.only]
     folders = {client.name: environment(client, cache) for client in chosen}
@@ -166,8 +168,8 @@ def main() -> None:
     if arguments.output and arguments.output.is_file():
         results = json.loads(arguments.output.read_text())["clients"]
     with (
-        serving(GENERATE) as (_, port),
-        serving(POOLING) as (_, embedding_port),
+        serving([*GENERATE, *flags]) as (_, port),
+        serving([*POOLING, *flags]) as (_, embedding_port),
     ):
         base, embedding_base = (f"http://127.0.0.1:{each}" for each in (port, embedding_port))
         for number, client in enumerate(chosen, 1):
@@ -186,7 +188,7 @@ def main() -> None:
                 print(f"    FAILED {name}: {why}", flush=True)
     if arguments.output:
         report = {
-            "command": "python tools/client_tours/run.py --cache FOLDER --output benchmarks/results/client_tours.json",
+            "command": " ".join(["python tools/client_tours/run.py --cache FOLDER --output FILE", *flags]),
             "machine": machine(), "clients": {name: results[name] for name in names if name in results},
         }  # fmt: skip
         arguments.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
