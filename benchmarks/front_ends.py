@@ -5,6 +5,9 @@
 Each round runs the same requests three times: offline (`LLM.generate`), over HTTP with one process, and over HTTP with
 a front end in a process of its own. The client and all servers share the machine's cores. A server that has no
 requests uses no processor time.
+
+Then small requests arrive, PROBES of them, while as many long streams run. Prints the time to their first tokens in
+steps: a step is the time of a token of the long streams.
 """
 
 import argparse
@@ -28,6 +31,7 @@ from jpaged.load_client.run import Target, send_all
 
 START_SECONDS = 300.0
 IDS = range(10, 400)  # of the prompts' tokens: any model has them
+PROBES, PROBE_LENGTH, EVERY_SECONDS = 200, 16, 0.04  # small requests, their prompts' tokens, and the time between two
 
 
 def offline(connection: Any, model: str, options: dict[str, Any]) -> None:
@@ -80,6 +84,19 @@ class Served:
             assert answer.num_output_tokens == length
         return run.seconds
 
+    def first_tokens(self, rng: random.Random, streams: int, length: int) -> list[float]:
+        """Times to the first tokens of small requests beside long streams, in steps."""
+        requests = [LoadRequest(rng.choices(IDS, k=PROBE_LENGTH), length) for _ in range(streams)]
+        requests += [LoadRequest(rng.choices(IDS, k=PROBE_LENGTH), 1) for _ in range(PROBES)]
+        times = [0.0] * streams + [1.0 + i * EVERY_SECONDS for i in range(PROBES)]
+        answers = asyncio.run(send_all(self.target, requests, times)).answers
+        assert not any(answer.error for answer in answers)
+        step = statistics.median(answer.time_per_output_token or 0.0 for answer in answers[:streams])
+        end = min(answer.start + answer.latency for answer in answers[:streams])
+        beside = [answer for answer in answers[streams:] if answer.start + (answer.first or 0.0) < end]
+        print(f"{len(beside)} of {PROBES} small requests beside {streams} streams; a step takes {step * 1e3:.1f} ms")
+        return sorted((answer.first or 0.0) / step for answer in beside)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -91,14 +108,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     options = {"max_num_seqs": args.streams, "max_model_len": 4 * args.length}
+    served = options | {"max_num_seqs": args.streams + 8, "max_model_len": 2048}  # room for the small requests
     ours, theirs = multiprocessing.Pipe()
     engine = multiprocessing.get_context("spawn").Process(
         target=offline, args=(theirs, args.model, options), daemon=True
     )
     engine.start()
     started = {
-        "one process": Served.start(args.model, options),
-        "a front end": Served.start(args.model, options, "--api-server-count", "1"),
+        "one process": Served.start(args.model, served),
+        "a front end": Served.start(args.model, served, "--api-server-count", "1"),
     }
     rng = random.Random(0)
     try:
@@ -116,8 +134,12 @@ def main() -> None:
             print(round_number, f"offline {alone:.2f} s", *(f"{name} {value:.2f} s" for name, value in seconds.items()))
         for name, values in ratios.items():
             print(f"{name}: {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}) of offline")
+        first = {name: each.first_tokens(rng, args.streams, 1_900) for name, each in servers.items()}
+        for name, steps in first.items():
+            p50, p99 = (steps[int(part * len(steps))] for part in (0.5, 0.99))
+            print(f"{name}: first token of a small request after {p50:.1f} steps, p99 {p99:.1f}")
         if args.output:
-            facts = {"machine": machine(), **vars(args), "output": None, "ratios": ratios}
+            facts = {"machine": machine(), **vars(args), "output": None, "ratios": ratios, "first_tokens": first}
             args.output.write_text(json.dumps(facts, indent=1) + "\n")
     finally:
         for process in started.values():

@@ -143,12 +143,17 @@ def test_jax_allocates_the_share_of_a_gpu_that_the_engine_may_use(monkeypatch):
 def test_the_pool_keeps_the_size_of_an_earlier_start_if_it_fits(tmp_path):
     assert memory.round_down(31) == 31
     assert memory.round_down(1023) == 992
-    assert memory.remembered_blocks(tmp_path, "a", 992) == 992
-    assert memory.remembered_blocks(tmp_path, "a", 1024) == 992  # a little more memory is free: same programs
-    assert memory.remembered_blocks(tmp_path / "other", "b", 1024) == 1024
-    assert memory.remembered_blocks(tmp_path, "a", 800) == 800  # no longer fits
-    next(tmp_path.glob("pool-*.json")).write_text("{cut short")
-    assert memory.remembered_blocks(tmp_path, "a", 900) == 900
+    pool = memory.PoolSize(992, 2**20)
+    assert [pool.still_fits(blocks) for blocks in (992, 1024, 991, 800, 1200)] == [True, True, False, False, False]
+    assert memory.remembered_pool(tmp_path / "new", "a") is None
+    memory.remember_pool(tmp_path / "new", "a", pool)
+    assert memory.remembered_pool(tmp_path / "new", "a") == pool
+    assert memory.remembered_pool(tmp_path / "new", "b") is None
+    memory.remember_pool(None, "a", pool)
+    assert memory.remembered_pool(None, "a") is None
+    for damaged in ("{cut short", "{}", '{"num_blocks": 0, "temp_bytes": 5}', '{"num_blocks": 5}'):
+        next((tmp_path / "new").glob("pool-*.json")).write_text(damaged)
+        assert memory.remembered_pool(tmp_path / "new", "a") is None
 
 
 def gemma_3(num_layers, kv_heads, window):

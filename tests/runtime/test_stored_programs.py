@@ -187,7 +187,7 @@ def test_a_folder_of_others_is_not_used(tmp_path, caplog):
 
 
 def test_other_platforms_and_no_cache_store_nothing(tmp_path):
-    assert ProgramStore.open(tmp_path, "gpu", KERNELS) is None
+    assert ProgramStore.open(tmp_path, "tpu", KERNELS) is None
     assert ProgramStore.open(None, "cpu", KERNELS) is None
     assert list(tmp_path.iterdir()) == []
 

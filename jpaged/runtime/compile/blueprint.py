@@ -56,7 +56,7 @@ from jpaged.runtime.step.program_shapes import (
     kind_of,
     size,
 )
-from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
+from jpaged.runtime.store.stored_programs import ProgramStore, compile_program, program_key
 from pallas_kernels import self_check
 from pallas_kernels.cpu_kernels import compile_ahead, kernels_of_model
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, usable_implementations
@@ -249,17 +249,24 @@ class Blueprint:
 
         On an accelerator, compiles the programs with the largest temporaries, and may reuse an earlier pool size.
         """
-        free = self._free_bytes()
+        free, kind = self._free_bytes(), self.placement.device.device_kind
+        # stored programs have no shardings
+        several = self.placement.mesh is not None or self.model.stage is not ALONE
+        store = None if several else ProgramStore.open(
+            cache_folder, self.placement.platform, _kernels(self.model), kind
+        )  # fmt: skip
         if free is None:
-            kernels = _kernels(self.model)
-            # stored programs have no shardings
-            several = self.placement.mesh is not None or self.model.stage is not ALONE
-            store = None if several else ProgramStore.open(cache_folder, self.placement.platform, kernels)
             return dataclasses.replace(self.fit(), store=store)
-        build = self.fit(temp_bytes=self.largest_temporaries(free)[1], free_bytes=free)
-        key = f"{self.placement.device.device_kind} {self.model.spec} {self.config} {jax.__version__}"
-        blocks = memory.remembered_blocks(cache_folder, key, build.memory_plan.num_blocks)
-        return build.with_blocks(self.placement.least(max(blocks, build.limits.blocks_per_request)))
+        key = f"{kind} {self.model.spec} {self.config} {program_key()}"
+        pool = memory.remembered_pool(cache_folder, key)
+        build = None if pool is None else self.fit(temp_bytes=pool.temp_bytes, free_bytes=free)
+        if pool is None or build is None or not pool.still_fits(build.memory_plan.num_blocks):
+            temp_bytes = self.largest_temporaries(free)[1]
+            build = self.fit(temp_bytes=temp_bytes, free_bytes=free)
+            pool = memory.PoolSize(build.memory_plan.num_blocks, temp_bytes)
+            memory.remember_pool(cache_folder, key, pool)
+        blocks = self.placement.least(max(pool.num_blocks, build.limits.blocks_per_request))
+        return dataclasses.replace(build.with_blocks(blocks), store=store)
 
     def _free_bytes(self) -> int | None:
         """Free bytes of the fullest device of all processes, because all run the same programs. None on CPU."""

@@ -34,8 +34,9 @@ class EnginePrograms:
         self._background: BackgroundCompiler | None = None
         self._other_programs: Sequence[Program[ForwardShape]] = ()  # of pipeline stages before the last
         self.memory_plan = build.memory_plan
+        later = background and build.store is not None and build.store.platform == "cpu"  # the workers have no GPU
         with phase("step programs"):
-            self.programs = build.compile_table(progress=progress, first_only=background and build.store is not None)
+            self.programs = build.compile_table(progress=progress, first_only=later)
 
     def compile_rest(self) -> None:
         """Compile missing programs in the background."""

@@ -468,21 +468,41 @@ def _memory_stats(device: HasMemoryStats) -> dict[str, int] | None:
     return stats if stats and "bytes_limit" in stats else None
 
 
-def remembered_blocks(folder: pathlib.Path | None, key: str, num_blocks: int) -> int:
-    """Pool size of an earlier start with the same key, if it still fits and wastes at most an eighth.
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The KV pool of an earlier start."""
 
-    Otherwise stores `num_blocks` and returns it. So programs in the compile cache stay usable if free memory differs
-    slightly between starts. folder: of the compile cache; None = store nothing.
+    num_blocks: int
+    temp_bytes: int  # largest temporary device memory of a program
+
+    def still_fits(self, num_blocks: int) -> bool:
+        """Whether it fits where `num_blocks` blocks do, and wastes at most an eighth of them."""
+        return num_blocks * 7 // 8 <= self.num_blocks <= num_blocks
+
+
+def remembered_pool(folder: pathlib.Path | None, key: str) -> PoolSize | None:
+    """Pool of an earlier start with the same key. None: there is none, or its file is damaged.
+
+    So programs in the compile cache stay usable if free memory differs slightly between starts, and their temporaries
+    are known without compiling. folder: of the compile cache; None = there is none.
     """
     if folder is None:
-        return num_blocks
-    file = folder / f"pool-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        return None
     try:
-        before = int(json.loads(file.read_text())["num_blocks"])
-        if num_blocks * 7 // 8 <= before <= num_blocks:
-            return before
+        found = json.loads(_pool_file(folder, key).read_text())
+        pool = PoolSize(int(found["num_blocks"]), int(found["temp_bytes"]))
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # no file, or a damaged one
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"num_blocks": num_blocks, "key": key}))
-    return num_blocks
+        return None
+    return pool if pool.num_blocks > 0 and pool.temp_bytes >= 0 else None
+
+
+def remember_pool(folder: pathlib.Path | None, key: str, pool: PoolSize) -> None:
+    """Keep a pool's size for `remembered_pool`. folder: None = keep nothing."""
+    if folder is not None:
+        file = _pool_file(folder, key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**dataclasses.asdict(pool), "key": key}))
+
+
+def _pool_file(folder: pathlib.Path, key: str) -> pathlib.Path:
+    return folder / f"pool-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

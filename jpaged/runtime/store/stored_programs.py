@@ -4,8 +4,8 @@ The key of a stored program is known before tracing. Even the start that stores 
 So the next start has the same key in XLA's compile cache, and compiles nothing. For the demo model on CPU, tracing and
 lowering take 1.5 s of CPU time, reading and lowering stored programs 0.3 s.
 
-Only programs for CPU are stored. Kernels for GPU and TPU are custom calls: JAX does not promise to accept their stored
-form later. Deviceless compiling has no device to load programs for.
+Programs for one CPU or NVIDIA device are stored. JAX does not promise that another version reads the kernels in them:
+the key has the exact versions of jax, jaxlib and the plugin for NVIDIA, so another version traces again.
 """
 
 import contextlib
@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 _WITHOUT = "every start traces the programs again"
 _KEEP_DAYS = 30
 _VERSIONS = ("jax", "jaxlib", "numpy", "ml_dtypes")
+_PLUGINS = tuple(f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt"))
+# Custom calls of Pallas kernels for NVIDIA: Triton's and Mosaic GPU's.
+_NVIDIA_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}  # of a device -> of a lowered program
 # Parts of the names of JAX's settings that do not change a traced program: devices, caches and logs.
 _NOT_TRACED = ("device", "platform", "cache", "log", "dump", "dir", "traceback", "profile", "distributed")
 
@@ -59,27 +63,39 @@ class ProgramStore:
     """A private folder of exported programs."""
 
     folder: pathlib.Path
-    key: str                  # digest of sources, versions, settings and native kernels
+    key: str                  # digest of sources, versions, settings, the kind of device and native kernels
     kernels: tuple[tuple[str, str], ...]  # (module, XLA name) of native kernels that a program may call
+    platform: str = "cpu"     # "cpu" or "gpu"
     # Compiles programs that are not in XLA's compile cache. None: the calling thread compiles them.
     elsewhere: Elsewhere | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def open(cls, cache_folder: pathlib.Path | None, platform: str, kernels: Sequence[str]) -> Self | None:
-        """The store next to XLA's compile cache. None: not on CPU, or no private folder can be written.
+    def open(
+        cls, cache_folder: pathlib.Path | None, platform: str, kernels: Sequence[str], device_kind: str = ""
+    ) -> Self | None:
+        """The store next to XLA's compile cache. None: on another platform, or no private folder can be written.
 
-        kernels: modules of the native kernels that programs may call; see `kernels_of_model`.
+        kernels:     modules of the native kernels that programs may call on CPU; see `kernels_of_model`.
+        device_kind: of the GPU, by which kernels choose their tiles.
         """
-        if cache_folder is None or platform != "cpu":
+        if cache_folder is None or platform not in _PLATFORMS:
             return None
         folder = private_folder(cache_folder / "exported", _WITHOUT)
         if folder is None:
             return None
         _remove_old(folder)
-        with phase("native kernels"):
-            loaded = load_kernels(kernels)
+        loaded: dict[str, str | None] = {}
+        if platform == "cpu":
+            with phase("native kernels"):
+                loaded = load_kernels(kernels)
         names = tuple((module, name) for module, name in loaded.items() if name is not None)
-        return cls(folder, _digest(_sources(), _versions(), _settings(), sorted(loaded.items())), names)
+        key = _digest(program_key(), _settings(), sorted(loaded.items()), device_kind)
+        return cls(folder, key, names, platform)
+
+    @property
+    def custom_calls(self) -> list[str]:
+        """Names of custom calls that a stored program may have."""
+        return [name for _, name in self.kernels] if self.platform == "cpu" else list(_NVIDIA_CALLS)
 
     def path(self, call: functools.partial[Any], arguments: Any) -> pathlib.Path:
         """The file of the program `call(*arguments)`."""
@@ -91,25 +107,29 @@ class ProgramStore:
     def load(self, path: pathlib.Path, call: functools.partial[Any], arguments: Any) -> export.Exported:
         """Read a program, or trace, lower and store it.
 
-        Raises ValueError for a custom call outside `kernels` or an unknown pytree, NotImplementedError for a callback.
+        Raises ValueError for another custom call or an unknown pytree, NotImplementedError for a callback.
         """
         stored = read_file(path)
         if stored is not None:
             _touch(path)
             return export.deserialize(bytearray(stored))
-        checks = [export.DisabledSafetyCheck.custom_call(name) for _, name in self.kernels]
-        exported = export.export(jax.jit(call, keep_unused=True), disabled_checks=checks)(*arguments)
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in self.custom_calls]
+        jitted, platforms = jax.jit(call, keep_unused=True), [_PLATFORMS[self.platform]]
+        exported = export.export(jitted, disabled_checks=checks, platforms=platforms)(*arguments)
         write_file(path, bytes(exported.serialize()), _WITHOUT)
         return exported
 
-    def compile(self, call: functools.partial[Any], arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:
+    def compile(
+        self, call: functools.partial[Any], arguments: Any, donate: Sequence[int],
+        compiler_options: Mapping[str, str] | None = None,
+    ) -> jax.stages.Compiled:  # fmt: skip
         """Compile the stored program. Raises ValueError and NotImplementedError as `load`."""
         path = self.path(call, arguments)
         exported = self.load(path, call, arguments)
         # This empty file marks that the program was compiled with these XLA flags.
         compiled = path.with_name(f"{path.name}.{_digest(os.environ.get('XLA_FLAGS'))[:8]}.compiled")
         if self.elsewhere is None:
-            program = compile_exported(exported, arguments, donate)
+            program = compile_exported(exported, arguments, donate, compiler_options)
         else:
             new = path.exists() and not compiled.exists()
             if new:
@@ -137,14 +157,17 @@ def _remove_old(folder: pathlib.Path) -> None:
                 path.unlink()
 
 
-def compile_exported(exported: export.Exported, arguments: Any, donate: Sequence[int]) -> jax.stages.Compiled:
+def compile_exported(
+    exported: export.Exported, arguments: Any, donate: Sequence[int], compiler_options: Mapping[str, str] | None = None
+) -> jax.stages.Compiled:
     """Compile a stored program for arguments that are placed on a device."""
 
     def program(*arguments: Any) -> Any:
         return exported.call(*arguments)
 
     program.__name__ = exported.fun_name  # profiles show it
-    return jax.jit(program, donate_argnums=donate, keep_unused=True).lower(*arguments).compile()
+    lowered = jax.jit(program, donate_argnums=donate, keep_unused=True).lower(*arguments)
+    return lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
 
 
 def compile_program(
@@ -163,12 +186,12 @@ def compile_program(
     donate:        indices of donated arguments.
     out_shardings: as in `jax.jit`. Ignored for stored programs: their results are where the arguments are.
     store:         None = trace the function.
-    compiler_options: of XLA. Ignored for stored programs.
+    compiler_options: of XLA.
     """
     one_device = isinstance(call, functools.partial)  # else `call` is of `Placement.on_each_device`
     if store is not None and one_device:
         try:
-            return store.compile(call, arguments, donate)
+            return store.compile(call, arguments, donate, compiler_options)
         except (ValueError, NotImplementedError) as error:
             logger.warning("%s cannot be stored, so every start traces it: %s", call.func.__name__, error)
     jitted = jax.jit(call, donate_argnums=donate, keep_unused=True, out_shardings=out_shardings)
@@ -223,9 +246,18 @@ def _sources() -> str:
     return whole.hexdigest()
 
 
+def program_key() -> str:
+    """Digest of the sources and versions that traced and compiled programs depend on."""
+    return _digest(_sources(), _versions())
+
+
 @functools.cache
 def _versions() -> list[str]:
-    return [sys.version, *(importlib.metadata.version(package) for package in _VERSIONS)]
+    found = [sys.version, *(importlib.metadata.version(package) for package in _VERSIONS)]
+    for package in _PLUGINS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return found
 
 
 def _settings() -> list[tuple[str, str]]:
