@@ -85,7 +85,7 @@ class Served:
         return run.seconds
 
     def first_tokens(self, rng: random.Random, streams: int, length: int) -> list[float]:
-        """Times to the first tokens of small requests beside long streams, in steps."""
+        """Times to the first tokens of small requests while long streams run, in steps."""
         requests = [LoadRequest(rng.choices(IDS, k=PROBE_LENGTH), length) for _ in range(streams)]
         requests += [LoadRequest(rng.choices(IDS, k=PROBE_LENGTH), 1) for _ in range(PROBES)]
         times = [0.0] * streams + [1.0 + i * EVERY_SECONDS for i in range(PROBES)]

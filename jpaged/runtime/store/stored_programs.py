@@ -4,8 +4,8 @@ The key of a stored program is known before tracing. Even the start that stores 
 So the next start has the same key in XLA's compile cache, and compiles nothing. For the demo model on CPU, tracing and
 lowering take 1.5 s of CPU time, reading and lowering stored programs 0.3 s.
 
-Programs for one CPU or NVIDIA device are stored. JAX does not promise that another version reads the kernels in them:
-the key has the exact versions of jax, jaxlib and the plugin for NVIDIA, so another version traces again.
+Programs for one CPU or NVIDIA device are stored. JAX does not promise that another version reads the kernels in them.
+So the key has the exact versions of jax, jaxlib and the plugin for NVIDIA.
 """
 
 import contextlib
