@@ -5,7 +5,8 @@
 Reads JUnit reports. Collects all tests, with any markers. Prints the tests without a pass and exits with 1. FILE lists
 the test files that a run has left out, one a line: their tests passed in the recorded complete pass. Exceptions are
 tests that a developer starts (`soak`, and `slow` with `deviceless`), and tests that need torch, which the gate lacks.
-Tests of the server's page may be skipped without node or Chromium, and the test of the dashboard without Prometheus.
+Tests of the server's page may be skipped without node or Chromium, the test of the dashboard without Prometheus, and
+the test against tunix without tunix.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """grouped_lora and lora_expand: every implementation against float64."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -19,12 +20,17 @@ def program(implementation, pattern):
     return jax.jit(call)
 
 
-def skip_refused(implementation, call, pattern):
-    """Skip a test of a kernel that takes whole vectors, or cannot run here."""
-    if implementation is not None:
-        reason = IMPLEMENTATIONS[implementation].refuse(jax.devices("cpu")[0], *call[:3], pattern)
-        if reason is not None:
-            pytest.skip(reason)
+def is_refused(implementation, call, pattern):
+    """Whether a kernel takes other sizes only. Then the call must say so."""
+    if implementation is None:
+        return False
+    reason = IMPLEMENTATIONS[implementation].refuse(jax.devices("cpu")[0], *call[:3], pattern)
+    if reason is None:
+        return False
+    assert "multiple of" in reason
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        program(implementation, pattern)(*call)
+    return True
 
 
 def compare(found, expected, dtype):
@@ -43,7 +49,8 @@ def compare(found, expected, dtype):
 def test_matches_float64(implementation, name, dtype, pool):
     case = CASES[name]
     call = make(case, dtype, pool)
-    skip_refused(implementation, call, case.pattern)
+    if is_refused(implementation, call, case.pattern):
+        return
     found = program(implementation, case.pattern)(*call)
     assert found.dtype == dtype
     assert found.shape == call[1].shape
@@ -60,7 +67,7 @@ def expansion(implementation):
 def test_expand_matches_float64(implementation, dtype, pool):
     case = CASES["down" if implementation != "mosaic_tpu" else "one part"]
     call = make(case, dtype, pool)
-    skip_refused(implementation, call, case.pattern)
+    assert not is_refused(implementation, call, case.pattern)
     base, a, b, ranks, scales, slots, num_rows = call[1:]
     h = np.random.default_rng(1).standard_normal((case.rows, case.rank)).astype(np.float32)
     given = h.copy()

@@ -20,7 +20,7 @@ CONFIG = BY_NAME["qwen3"].config | {"rope_parameters": {"rope_type": "default", 
 
 @pytest.mark.slow
 def test_tokens_and_log_probabilities_of_tunix() -> None:
-    pytest.importorskip("tunix")
+    pytest.importorskip("tunix", reason="NOT CHECKED: tunix is not installed: python -m pip install google-tunix")
     from tunix.models.qwen3 import model as qwen3  # ty: ignore[import-not-found]
     from tunix.rl.rollout import base_rollout, vanilla_rollout  # ty: ignore[import-not-found]
 

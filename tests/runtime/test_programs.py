@@ -13,7 +13,7 @@ from jpaged.models.spec import DecoderSpec, QKNorm
 from jpaged.runtime.compile.program_table import Program, ProgramTable
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
-from jpaged.runtime.step.program_shapes import MAX_PROGRAMS, MAX_STEP_PROGRAMS, smallest_bucket
+from jpaged.runtime.step.program_shapes import DECODE, MAX_PROGRAMS, MAX_STEP_PROGRAMS, kind_of, smallest_bucket
 from tests.runtime.plans import make_plan, shapes_of
 
 
@@ -30,10 +30,11 @@ def table(*sizes, **options):
 @pytest.mark.parametrize(
     ("seqs", "tokens"), [(1, 1), (1, 64), (3, 100), (8, 8), (32, 512), (100, 777), (256, 2048), (1024, 8192)]
 )
-def test_at_most_24_programs_and_one_for_every_plan(seqs, tokens):
-    programs = table(seqs, tokens)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_at_most_24_programs_and_one_for_every_plan(seqs, tokens, on_gpu):
+    programs = table(seqs, tokens, on_gpu=on_gpu)
     shapes = [p.shape for p in programs.programs]
-    assert len(set(shapes)) == len(shapes) <= MAX_STEP_PROGRAMS < MAX_PROGRAMS
+    assert len(set(shapes)) == len(shapes) <= MAX_STEP_PROGRAMS + 2 * on_gpu < MAX_PROGRAMS
     assert all(rows_of(shape) >= 8 for shape in shapes)
     for decodes in {1, seqs // 2, seqs} - {0}:
         assert programs.forward(make_plan(decodes, 0)).shape.is_decode
@@ -57,6 +58,17 @@ def test_the_smallest_sufficient_program_is_chosen():
     assert programs.sampler(8, SamplerVariant.GREEDY).shape == SampleShape(8, SamplerVariant.GREEDY)
     assert programs.sampler(9, SamplerVariant.RANDOM).shape.rows == 16
     assert programs.sampler(9, SamplerVariant.FULL).shape.rows == 32
+
+
+def test_a_gpu_has_more_programs_for_many_decodes():
+    """And no more of other kinds."""
+    ours, others = shapes_of(256, 2048, on_gpu=True), shapes_of(256, 2048)
+    assert [shape.rows for shape in ours if kind_of(shape) == DECODE] == [8, 32, 64, 128, 192, 256]
+    assert [shape for shape in ours if shape in others] == others
+    for same in ((100, 2048, {}), (256, 2048, {"row_buckets": [16]}), (256, 2048, {"pools": True})):
+        assert shapes_of(*same[:2], on_gpu=True, **same[2]) == shapes_of(*same[:2], **same[2])
+    odd = [shape.rows for shape in shapes_of(200, 2048, on_gpu=True) if kind_of(shape) == DECODE]
+    assert odd == [8, 32, 64, 128, 160, 200]
 
 
 def test_a_model_that_pools_has_no_decodes():

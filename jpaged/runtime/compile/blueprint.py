@@ -185,7 +185,8 @@ class Blueprint:
         shapes = bucket_shapes(
             max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size, num_kv_groups=len(limits.kv_groups.windows), smallest=limits.smallest_bucket,
-            row_buckets=config.row_buckets, token_buckets=config.token_buckets, pools=self.model.spec.pools,
+            row_buckets=config.row_buckets, token_buckets=config.token_buckets,
+            on_gpu=self.placement.platform == "gpu", pools=self.model.spec.pools,
             context=self.placement.shards.context, drafts=self.max_drafts, proposes=self.proposes,
             captures=self.model.drafter is not None and self.model.drafter.is_head,
             verify_rows=VERIFY_ROWS_ON_CPU if self.placement.platform == "cpu" else VERIFY_ROWS,

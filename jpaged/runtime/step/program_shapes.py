@@ -17,6 +17,9 @@ MAX_PROGRAMS = 24
 MAX_STEP_PROGRAMS = MAX_PROGRAMS - 5
 MAX_ROW_BUCKETS = 4
 MAX_FORWARD_PROGRAMS = 8
+# On a GPU decodes have two more programs, of a half and three quarters of the rows: with more than about 150 rows,
+# matmuls of an 8B model take longer with each row.
+GPU_DECODES, GPU_MIN_ROWS, GPU_ROW_STEP = (0.5, 0.75), 128, 32
 MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL
 # Below 8 rows XLA's CPU matmuls give other bits, and bf16 is 5 to 18 times slower. 8 rows take as long as 2.
 MIN_BUCKET = 8
@@ -63,6 +66,7 @@ def bucket_shapes(
     smallest: int = MIN_BUCKET,
     row_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
+    on_gpu: bool = False,
     pools: bool = False,
     context: int = 1,
     drafts: int = 0,
@@ -71,7 +75,7 @@ def bucket_shapes(
     verify_rows: Sequence[int] = VERIFY_ROWS,
     processed_scores: bool = False,
 ) -> list[Shape]:
-    """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets.
+    """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets; 2 more on a GPU.
 
     Forward programs: one per row bucket for steps of decodes only; one per token bucket, with the maximum of rows, for
     all other steps. `sample` programs: one per row bucket and sampler variant, fewer for FULL. One `score` program. A
@@ -109,9 +113,13 @@ def bucket_shapes(
     ]
     if pools:
         return [*mixed, *(PoolShape(n) for n in rows)]
+    decode_rows = rows
+    if on_gpu and not row_buckets and max_rows >= GPU_MIN_ROWS:
+        more = {-(-int(max_rows * part) // GPU_ROW_STEP) * GPU_ROW_STEP for part in GPU_DECODES}
+        decode_rows = sorted({*rows, *(n for n in more if n < max_rows)})
     decodes = [
         ForwardShape(True, n, n, block_size, num_kv_groups, captures=captured)
-        for captured in ((False, True) if captures else (False,)) for n in rows
+        for captured in ((False, True) if captures else (False,)) for n in decode_rows
     ]  # fmt: skip
     samplers = [SampleShape(n, variant) for variant in (SamplerVariant.GREEDY, SamplerVariant.RANDOM) for n in rows]
     full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
