@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+from tests.support import serve_flags
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 HOOK = """
@@ -60,7 +62,7 @@ with sampling_programs(SamplerVariant.GREEDY):
 if "isolated" in sys.argv:
     raise_loopback()
 sizes = ["--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--row-buckets", "8",
-         "--token-buckets", "64"]
+         "--token-buckets", "64", *(word for word in sys.argv[1:] if word != "isolated")]
 keys = os.environ | {"JPAGED_API_KEY": "talk", "JPAGED_ADMIN_KEY": "look"}
 command = [sys.executable, "-c", SERVE, "serve", "demo", "--port", "0", *sizes]
 server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=keys)
@@ -135,7 +137,8 @@ def test_a_server_without_a_network_serves_and_tries_to_leave_nowhere(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE",)}
     isolated = may_isolate()
-    command = ["unshare", "--map-root-user", "--net"] * isolated + [sys.executable, "-c", TOUR, "isolated" * isolated]
+    flags = [*["isolated"] * isolated, *serve_flags.serve_flags()]
+    command = ["unshare", "--map-root-user", "--net"] * isolated + [sys.executable, "-c", TOUR, *flags]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280
     )
