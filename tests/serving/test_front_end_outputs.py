@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,6 +137,21 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on() -> None:
     assert refused[0] is RequestError
     assert "is in use by a running request" in refused[2]
     assert output.outputs[0].token_ids == alone([1, 2, 3], 60, 97)
+
+
+def test_a_refused_request_is_not_admitted() -> None:
+    """A response in the background was stored as queued, and failed later, when the queue was full."""
+    engine, admitted = made(), []
+
+    async def main(remote: RemoteEngine) -> None:
+        for name, token in (("refused", 9_999), ("served", 9)):
+            params = SamplingParams(max_tokens=2, logit_bias={token: 1.0})
+            await outcome(remote, [1, 2, 3], params, name, on_admitted=partial(admitted.append, name))
+
+    with front_end(engine) as (remote, run):
+        run(main(remote))
+    engine.close()
+    assert admitted == ["served"]
 
 
 @pytest.mark.slow

@@ -258,14 +258,14 @@ class RemoteEngine:
         request = self._requests.get(number)
         if request is None:
             return
+        if isinstance(result, JPagedError):  # the engine may have refused the request
+            del self._requests[number]
+            request.stream.put(result)
+            return
         if request.on_admitted is not None:
             request.on_admitted()
             request.on_admitted = None
         if result is None:
-            return
-        if isinstance(result, JPagedError):
-            del self._requests[number]
-            request.stream.put(result)
             return
         output: Output | None = result
         if request.texts is not None:
