@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.spec import DecoderSpec, WeightLayout
-from pallas_kernels import grouped_lora, lora_expand
+from pallas_kernels import grouped_lora, lora_dot, lora_expand
 
 # (part, width): the next `width` outputs of a matrix belong to this part. Repeated until all outputs have a part
 Pattern = tuple[tuple[int, int], ...]
@@ -218,6 +218,16 @@ def with_adapters(
         return out
     pool = adapters.pools[leaf]
     return _add(pool, x, out, adapters.slots, adapters.layer[leaf], num_rows)
+
+
+def product_with_adapters(
+    leaf: str, x: Float[Array, "rows in"], weight: Float[Array, "out in"], adapters: LayerAdapters,
+    num_rows: Int[Array, ""], dtype: Any,
+) -> Float[Array, "rows out"]:  # fmt: skip
+    """The matmul of x with the array of `leaf`, plus each row's adapter. num_rows, dtype: as in `dot`."""
+    pool, layer = adapters.pools[leaf], adapters.layer[leaf]
+    options = {"layer": layer, "pattern": pattern(pool.b.shape[3:]), "dtype": dtype}
+    return lora_dot(x, weight, *pool.operands(), adapters.slots, num_rows, **options)
 
 
 def with_expert_adapters(

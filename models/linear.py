@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jpaged.models.adapters import LayerAdapters, with_adapters
+from jpaged.models.adapters import LayerAdapters, product_with_adapters, with_adapters
 from jpaged.models.quantization import JoinedWeight
 from jpaged.models.sharding import TENSOR, WHOLE, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import DecoderSpec, Params, WeightLayout
@@ -68,6 +68,10 @@ def linear(
     weight, transposed = context.params[name], name in context.layout.transposed
     if context.watch is not None:
         context.watch(name, x)
+    adapters, num_rows = context.adapters, context.num_rows
+    is_array = not isinstance(weight, JoinedWeight | QuantizedWeight)
+    if adapters is not None and name in adapters.pools and num_rows is not None and is_array and not transposed:
+        return product_with_adapters(name, x, weight.reshape(-1, x.shape[1]), adapters, num_rows, dtype)
     if not isinstance(weight, JoinedWeight):
         out = _product(weight, x, context, dtype, transposed=transposed, min_outputs=min_outputs)
     else:

@@ -8,6 +8,7 @@
 - `gated_dot` is the gate and up projections of a feed-forward network, with the activation.
 - `grouped_dot` multiplies blocks of rows, each by its own matrix: the matmuls of a mixture of experts.
 - `grouped_lora` adds each row's own low-rank adapter to the result of a matmul; `lora_expand` is its second half.
+- `lora_dot` is `dot` and `grouped_lora` in one native kernel on CPU.
 - `quantized_grouped_dot` is `grouped_dot` with quantised matrices.
 - `self_check` compares the implementations chosen for a device with the reference.
 - `rms_norm_rows`, `silu_and_mul`, `argmax_rows` and `gather_rows` work on single rows, with native kernels on CPU.
@@ -18,7 +19,7 @@ from pallas_kernels.dot import dot
 from pallas_kernels.gated_dot import gated_dot
 from pallas_kernels.gated_dot.activation import activate
 from pallas_kernels.grouped_dot import grouped_dot
-from pallas_kernels.grouped_lora import grouped_lora, lora_expand
+from pallas_kernels.grouped_lora import grouped_lora, lora_dot, lora_expand
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot
@@ -42,6 +43,7 @@ __all__ = [
     "gather_rows",
     "grouped_dot",
     "grouped_lora",
+    "lora_dot",
     "lora_expand",
     "norm_and_rope",
     "paged_attention",

@@ -40,10 +40,7 @@ def dot(
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
-    expect_floats("x", x, "[rows, in]")
-    expect_floats("weight", weight, "[out, in]")
-    if weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
-        raise ValueError(f"weight {weight.shape} of {weight.dtype}: must be [out, {x.shape[1]}] of {x.dtype}, as x")
+    expect_product(x, weight)
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     call = (x, weight, jnp.asarray(num_rows, jnp.int32))
     if implementation is not None:
@@ -52,3 +49,11 @@ def dot(
     if not (x.size and weight.size) or not takes_native(cpu.refuse, x, weight, dtype):
         return branches["default"](*call)
     return lax.platform_dependent(*call, cpu=lambda *arrays: cpu.dot(*arrays, dtype=dtype), **branches)
+
+
+def expect_product(x: Any, weight: Any) -> None:
+    """Raise ValueError, which names the argument, unless the arrays are x and weight of `dot`."""
+    expect_floats("x", x, "[rows, in]")
+    expect_floats("weight", weight, "[out, in]")
+    if weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
+        raise ValueError(f"weight {weight.shape} of {weight.dtype}: must be [out, {x.shape[1]}] of {x.dtype}, as x")

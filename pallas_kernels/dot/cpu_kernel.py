@@ -160,25 +160,32 @@ def multiply(job, unit, scratch):
 
 
 @njit(**NATIVE)
-def prepare(frame, job):
-    """Write the job's words. Returns the number of units, and whether threads share them."""
-    options = argument(frame, 0)
-    kind, out_kind = load_int32(options + 4 * OPTION_KIND), load_int32(options + 4 * OPTION_OUT_KIND)
-    all_rows, inputs, outputs = dimension(frame, 2, 0), dimension(frame, 2, 1), dimension(frame, 3, 0)
-    rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
-    store_int64(job + X, argument(frame, 2))
-    store_int64(job + WEIGHT, argument(frame, 3))
-    store_int64(job + OUT, result(frame, 0))
+def prepare_product(job, kind, out_kind, x, all_rows, rows, inputs, weight, outputs, out):
+    """Write a job's words for the product of `rows` rows, and zeros for the others. Returns the number of units."""
+    line, out_line = inputs * (2 if kind == BFLOAT16 else 4), outputs * (2 if out_kind == BFLOAT16 else 4)
+    store_int64(job + X, x)
+    store_int64(job + WEIGHT, weight)
+    store_int64(job + OUT, out)
     store_int64(job + ROWS, rows)
     store_int64(job + NUM_OUTPUTS, outputs)
-    line = inputs * (2 if kind == BFLOAT16 else 4)
     store_int64(job + INPUT_BYTES, line)
     store_int64(job + KIND, kind)
     store_int64(job + OUT_KIND, out_kind)
-    units = (outputs + OUTPUTS - 1) // OUTPUTS if rows > 0 else 0
-    out_line = outputs * (2 if out_kind == BFLOAT16 else 4)
-    fill_zeros(result(frame, 0) + rows * out_line, (all_rows - rows) * out_line)
-    return units, outputs * line >= MIN_SHARED_BYTES
+    fill_zeros(out + rows * out_line, (all_rows - rows) * out_line)
+    return (outputs + OUTPUTS - 1) // OUTPUTS if rows > 0 else 0
+
+
+@njit(**NATIVE)
+def prepare(frame, job):
+    """Write the job's words. Returns the number of units, and whether threads share them."""
+    options = argument(frame, 0)
+    all_rows, inputs, outputs = dimension(frame, 2, 0), dimension(frame, 2, 1), dimension(frame, 3, 0)
+    rows = max(0, min(all_rows, load_int32(argument(frame, 1))))
+    units = prepare_product(
+        job, load_int32(options + 4 * OPTION_KIND), load_int32(options + 4 * OPTION_OUT_KIND), argument(frame, 2),
+        all_rows, rows, inputs, argument(frame, 3), outputs, result(frame, 0),
+    )  # fmt: skip
+    return units, outputs * load_int64(job + INPUT_BYTES) >= MIN_SHARED_BYTES
 
 
 task, handler = make_kernel(prepare, make_work(multiply), JOB_BYTES, scratch_bytes)

@@ -4,13 +4,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers
+from pallas_kernels.dot import dot, expect_product
 from pallas_kernels.grouped_lora import cpu, mosaic_tpu, reference, triton, xla
-from pallas_kernels.grouped_lora.pattern import repeated
+from pallas_kernels.grouped_lora.pattern import Pattern, repeated
 from pallas_kernels.platforms import (
     Implementation,
     compiled_on,
@@ -77,14 +79,7 @@ def grouped_lora(
 
     Raises ValueError, which names the argument, if shapes or dtypes do not fit, or if the implementation refuses them.
     """
-    expect_floats("x", x, "[rows, in]")
-    expect_floats("a", a, "[layers, slots, parts, R, in]")
-    if a.shape[4] != x.shape[1]:
-        raise ValueError(f"a {a.shape}: must be [layers, slots, parts, R, {x.shape[1]}], as x is {x.shape}")
-    _expect_pool(x, base, b, ranks, scales, slot_of_row, a.shape[:4])
-    if b.dtype != a.dtype:
-        raise ValueError(f"b of {b.dtype}: must be {a.dtype}, as a")
-    pattern = repeated(pattern, a.shape[2], base.shape[1])
+    pattern = _expect(x, base, a, b, ranks, scales, slot_of_row, pattern)
     layer = jnp.asarray(layer, jnp.int32)
     call = (x, base, a, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
     if implementation is not None:
@@ -92,6 +87,40 @@ def grouped_lora(
     chosen = _choose(IMPLEMENTATIONS, x, base, a, pattern)
     kernels = {platform: functools.partial(each, pattern=pattern) for platform, each in chosen.items()}
     return _by_platform(call, layer, functools.partial(xla.grouped_lora, pattern=pattern), kernels)
+
+
+def lora_dot(
+    x: Float[Array, "rows in"],
+    weight: Float[Array, "out in"],
+    a: Float[Array, "layers slots parts R in"],
+    b: Float[Array, "layers slots R out"],
+    ranks: Int[Array, "layers slots parts"],
+    scales: Float[Array, "layers slots parts"],
+    slot_of_row: Int[Array, " rows"],
+    num_rows: Int[Array, ""] | int,
+    *,
+    layer: Int[Array, ""] | int,
+    pattern: Sequence[tuple[int, int]],
+    dtype: Any = None,
+) -> Float[Array, "rows out"]:
+    """`dot`, then `grouped_lora` with its result as base. On CPU one native kernel, with the same bits.
+
+    x, weight: of the same dtype. dtype: of the result; None: x's. The other arguments are those of `grouped_lora`.
+    Raises ValueError as both functions.
+    """
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    expect_product(x, weight)
+    base = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype)
+    pattern = _expect(x, base, a, b, ranks, scales, slot_of_row, pattern)
+    layer = jnp.asarray(layer, jnp.int32)
+    call = (x, weight, a, b, ranks, scales, slot_of_row.astype(jnp.int32), jnp.asarray(num_rows, jnp.int32))
+
+    def separate(x: Array, weight: Array, *pools: Array, layer: Array) -> Array:
+        return grouped_lora(x, dot(x, weight, pools[-1], dtype=dtype), *pools, layer=layer, pattern=pattern)
+
+    if not base.size or not takes_native(cpu.refuse_dot, x, base, a, pattern):
+        return separate(*call, layer=layer)
+    return _by_platform(call, layer, separate, {"cpu": functools.partial(cpu.lora_dot, pattern=pattern, dtype=dtype)})
 
 
 def lora_expand(
@@ -146,6 +175,20 @@ def _by_platform(
 
     branches = {platform: with_layer(each) for platform, each in kernels.items()}
     return lax.platform_dependent(*call, layer, **branches, default=with_layer(default))
+
+
+def _expect(
+    x: Any, base: Any, a: Any, b: Any, ranks: Any, scales: Any, slot_of_row: Any, pattern: Sequence[tuple[int, int]]
+) -> Pattern:
+    """The pattern of all outputs. Raises ValueError unless the arguments of `grouped_lora` fit."""
+    expect_floats("x", x, "[rows, in]")
+    expect_floats("a", a, "[layers, slots, parts, R, in]")
+    if a.shape[4] != x.shape[1]:
+        raise ValueError(f"a {a.shape}: must be [layers, slots, parts, R, {x.shape[1]}], as x is {x.shape}")
+    _expect_pool(x, base, b, ranks, scales, slot_of_row, a.shape[:4])
+    if b.dtype != a.dtype:
+        raise ValueError(f"b of {b.dtype}: must be {a.dtype}, as a")
+    return repeated(pattern, a.shape[2], base.shape[1])
 
 
 def _expect_pool(

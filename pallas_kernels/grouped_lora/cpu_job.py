@@ -1,34 +1,38 @@
 """The job of a call of grouped_lora on CPU: rows sorted by slot, in groups, and the cursor that prefetches adapters.
 
 An adapter is a few pieces of 4 to 64 KiB, too short for the processor's own prefetching. So a cursor runs AHEAD bytes
-before the computation, through the pieces of all groups of a unit.
+before the computation, through the pieces of all groups of a home. A home is the part of the groups that one thread
+begins with. Then it helps the other threads.
 """
 
 import numpy as np
 from numba import njit
 
+from pallas_kernels.dot import cpu_kernel as dot
 from pallas_kernels.grouped_lora import cpu_vectors
 from pallas_kernels.native import vectors
 from pallas_kernels.native.convert import round_up, size_of
-from pallas_kernels.native.frame import NATIVE, words
-from pallas_kernels.native.memory import load_int32, load_int64, store_int32, store_int64, thread_limit
+from pallas_kernels.native.frame import ARGUMENTS, NATIVE, words
+from pallas_kernels.native.memory import fetch_add, load_int32, load_int64, store_int32, store_int64, thread_limit
 
 TILE, RANKS, LINE = vectors.TILE, cpu_vectors.RANKS, cpu_vectors.LINE
 GROUP = 16  # most rows of a group
-UNITS = 4  # per thread
 AHEAD = 4096  # least bytes from the computation to the cursor
 MOST_AHEAD = 65_536
 
 (
     KIND, BASE_KIND, POOL_KIND, X, INPUTS, A, B, RANKS_OF, SCALES, PARTS, RANK, PATTERN, SEGMENTS, OUT, OUTPUTS,
-    EXPANDS, GROUPS_AT, JOB_BYTES,
-) = words(17)  # fmt: skip
-# After the words: a key of each row, slot << 32 | row, sorted. Then the groups, as int32: the first key, the number of
-# rows, and the first group of the unit that has this group's number.
-KEY_BYTES, GROUP_BYTES = 8, 12
-FIRST, COUNT, UNIT = 0, 4, 8  # of a group
-# The cursor, at the start of a thread's scratch: its group and the unit's last one, its piece (a part's A, or B), its
-# address, and the bytes of the piece that are left.
+    EXPANDS, BLOCKS, GROUPS_AT, HOMES_AT, HOMES, THREADS, PRODUCT_WORDS,
+) = words(21)  # fmt: skip
+PRODUCT = PRODUCT_WORDS - ARGUMENTS  # where the job of the product with the weights would start: `dot` has its words
+JOB_BYTES = PRODUCT + dot.JOB_BYTES
+# After the words: a key of each row, slot << 32 | row, sorted. Then the groups, as int32: the first key and the number
+# of rows. Then the homes: the next group, and the one after the last.
+KEY_BYTES, GROUP_BYTES, HOME_BYTES = 8, 8, 64
+FIRST, COUNT = 0, 4  # of a group
+NEXT_GROUP, END = 0, 8  # of a home
+# The cursor, at the start of a thread's scratch: its group and the one after the last, its piece (a part's A, or B),
+# its address, and the bytes of the piece that are left.
 AT_GROUP, LAST_GROUP, AT_PIECE, AT, LEFT, CURSOR_BYTES = 0, 8, 16, 24, 32, 64
 
 
@@ -195,14 +199,33 @@ def list_groups(job, count):
     return groups, total
 
 
+@njit(inline="always", **NATIVE)
+def home_at(job, home):
+    """Address of a home."""
+    return load_int64(job + HOMES_AT) + HOME_BYTES * home
+
+
 @njit(**NATIVE)
-def list_units(job, groups, total):
-    """Store the first group of each unit, and the number of groups after the last one. Returns the number of units."""
-    share, units, work = total // (UNITS * thread_limit()), 0, 0
+def list_homes(job, groups, total, homes):
+    """Divide the groups into `homes` homes of about the same bytes."""
+    home, before = 0, 0
+    store_int64(home_at(job, 0) + NEXT_GROUP, 0)
     for group in range(groups):
-        if group == 0 or work >= share:
-            store_int32(group_at(job, units) + UNIT, np.int32(group))
-            units, work = units + 1, 0
-        work += bytes_of(job, slot_of(job, group))
-    store_int32(group_at(job, units) + UNIT, np.int32(groups))
-    return units
+        while home + 1 < homes and before * homes >= total * (home + 1):
+            store_int64(home_at(job, home) + END, group)
+            home += 1
+            store_int64(home_at(job, home) + NEXT_GROUP, group)
+        before += bytes_of(job, slot_of(job, group))
+    while home + 1 < homes:
+        store_int64(home_at(job, home) + END, groups)
+        home += 1
+        store_int64(home_at(job, home) + NEXT_GROUP, groups)
+    store_int64(home_at(job, home) + END, groups)
+
+
+@njit(**NATIVE)
+def claim(job, home):
+    """The next group of a home for the calling thread. Not below the home's end: there is none left."""
+    place = home_at(job, home)
+    end = load_int64(place + END)
+    return fetch_add(place + NEXT_GROUP, 1) if load_int64(place + NEXT_GROUP) < end else end

@@ -1,70 +1,96 @@
-"""grouped_lora for CPUs in numba. Imported only to compile.
+"""grouped_lora and lora_dot for CPUs in numba. Imported only to compile.
 
 Rows are sorted by slot. A group is up to GROUP rows of one slot. A thread computes their h, and then all their outputs,
-so it waits for no other thread. Within a group, tiles of TILE rows share each read of the adapter. A unit of work is
-several groups.
+so it waits for no other thread. Within a group, tiles of TILE rows share each read of the adapter.
+
+`lora_dot` multiplies by the weights first, in blocks of outputs as in `dot`. A group adds to whole rows, so threads
+wait for all blocks before they compute groups.
 """
 
 import numpy as np
 from numba import njit
 
+from pallas_kernels.dot import cpu_kernel as dot
 from pallas_kernels.grouped_lora import cpu_vectors
 from pallas_kernels.grouped_lora.cpu import (
     OPTION_BASE_KIND,
     OPTION_EXPANDS,
     OPTION_KIND,
+    OPTION_MULTIPLIES,
     OPTION_POOL_KIND,
 )
 from pallas_kernels.grouped_lora.cpu_job import (
     BASE_KIND,
+    BLOCKS,
     COUNT,
     CURSOR_BYTES,
+    END,
     EXPANDS,
     FIRST,
     GROUP_BYTES,
     GROUPS_AT,
+    HOME_BYTES,
+    HOMES,
+    HOMES_AT,
     INPUTS,
     JOB_BYTES,
     KEY_BYTES,
     KIND,
+    LINE,
     OUT,
     OUTPUTS,
     PARTS,
     PATTERN,
     POOL_KIND,
+    PRODUCT,
     RANK,
+    RANKS,
     RANKS_OF,
     SCALES,
     SEGMENTS,
-    UNIT,
+    THREADS,
     A,
     B,
     X,
     a_of,
     b_of,
+    claim,
     group_at,
+    home_at,
     largest_rank,
     list_groups,
+    list_homes,
     list_rows,
-    list_units,
     rank_of,
     start_cursor,
     take,
 )
 from pallas_kernels.native import vectors
 from pallas_kernels.native.convert import narrow, round_up, size_of, widen
-from pallas_kernels.native.frame import NATIVE, argument, dimension, make_kernel, make_work, result
+from pallas_kernels.native.frame import (
+    DONE,
+    NATIVE,
+    NEXT,
+    UNITS,
+    argument,
+    dimension,
+    make_kernel,
+    result,
+    wait_until,
+)
 from pallas_kernels.native.kinds import BFLOAT16, FLOAT32
 from pallas_kernels.native.memory import (
+    fetch_add,
     fill_zeros,
     load_float32,
     load_int32,
     load_int64,
     store_int64,
+    thread_limit,
 )
 
 LANES, TILE, VECTOR, ONE = vectors.LANES, vectors.TILE, vectors.VECTOR, vectors.ONE
-TOGETHER, RANKS, LINE = cpu_vectors.TOGETHER, cpu_vectors.RANKS, cpu_vectors.LINE
+TOGETHER = cpu_vectors.TOGETHER
 PIECE = 512  # bytes of a row of A, times RANKS, between two steps of the cursor
 BLOCK = 2048  # outputs at a time: their float32 sums stay in the L1 cache
 MIN_SHARED_BYTES = 131_072  # of the adapters that are read; below, one thread is faster
@@ -86,7 +112,9 @@ def sums_bytes(job):
 def scratch_bytes(job):
     """Bytes of a thread's scratch: h of all parts, the sums of a part, float32 rows of x, and a block of outputs."""
     x = 0 if load_int64(job + KIND) == FLOAT32 else 4 * load_int64(job + INPUTS)
-    return CURSOR_BYTES + TILE * (load_int64(job + PARTS) * h_stride(job) + x + 4 * BLOCK) + sums_bytes(job)
+    groups = TILE * (load_int64(job + PARTS) * h_stride(job) + x + 4 * BLOCK) + sums_bytes(job)
+    blocks = dot.scratch_bytes(job + PRODUCT) if load_int64(job + BLOCKS) > 0 else 0
+    return CURSOR_BYTES + max(groups, blocks)
 
 
 @njit(inline="always", **NATIVE)
@@ -251,17 +279,39 @@ def compute_tile(job, index, count, cursor, scratch):
 
 
 @njit(**NATIVE)
-def compute(job, unit, scratch):
-    """Compute one unit: its groups, in tiles."""
-    cursor, start = scratch, np.int64(load_int32(group_at(job, unit) + UNIT))
-    end = np.int64(load_int32(group_at(job, unit + 1) + UNIT))
-    start_cursor(job, cursor, start, end)
-    for group in range(start, end):
-        place = group_at(job, group)
-        first, count = np.int64(load_int32(place + FIRST)), np.int64(load_int32(place + COUNT))
-        for tile in range(0, count, TILE):
-            own = cursor if tile == 0 else 0
-            compute_tile(job, first + tile, min(TILE, count - tile), own, scratch + CURSOR_BYTES)
+def compute_group(job, group, cursor, scratch):
+    """Compute the rows of a group, in tiles."""
+    place = group_at(job, group)
+    first, count = np.int64(load_int32(place + FIRST)), np.int64(load_int32(place + COUNT))
+    for tile in range(0, count, TILE):
+        own = cursor if tile == 0 else 0
+        compute_tile(job, first + tile, min(TILE, count - tile), own, scratch)
+
+
+@njit(**NATIVE)
+def work(job, scratch):
+    """Compute blocks of the product with the weights, then groups, until none is left."""
+    cursor, rest, homes, blocks = scratch, scratch + CURSOR_BYTES, load_int64(job + HOMES), load_int64(job + BLOCKS)
+    block = fetch_add(job + NEXT, 1)
+    while block < blocks:
+        dot.multiply(job + PRODUCT, block, rest)
+        fetch_add(job + DONE, 1)
+        block = fetch_add(job + NEXT, 1)
+    home, finished = fetch_add(job + THREADS, 1) % homes, 0
+    for _ in range(homes):
+        end, has_started = load_int64(home_at(job, home) + END), False
+        group = claim(job, home)
+        while group < end:
+            if not has_started:
+                wait_until(job, blocks)  # a group adds to whole rows, which all threads multiply
+                start_cursor(job, cursor, group, end)
+                has_started = True
+            compute_group(job, group, cursor, rest)
+            finished += 1
+            group = claim(job, home)
+        home = (home + 1) % homes
+    store_int64(job + NEXT, load_int64(job + UNITS))  # helpers that start later see that nothing is left
+    fetch_add(job + DONE, finished)
 
 
 @njit(inline="always", **NATIVE)
@@ -272,16 +322,28 @@ def needed_rows(frame):
 
 @njit(**NATIVE)
 def job_bytes(frame):
-    """Bytes of a job with its keys and groups."""
-    return JOB_BYTES + (KEY_BYTES + GROUP_BYTES) * needed_rows(frame) + GROUP_BYTES
+    """Bytes of a job with its keys, groups and homes."""
+    return JOB_BYTES + (KEY_BYTES + GROUP_BYTES) * needed_rows(frame) + HOME_BYTES * thread_limit()
+
+
+@njit(**NATIVE)
+def prepare_blocks(frame, job, rows):
+    """Write the words of the product with the weights. Returns the bytes of weights."""
+    kind, inputs, outputs = load_int64(job + KIND), load_int64(job + INPUTS), load_int64(job + OUTPUTS)
+    blocks = dot.prepare_product(
+        job + PRODUCT, kind, load_int64(job + BASE_KIND), load_int64(job + X), dimension(frame, 3, 0), rows, inputs,
+        argument(frame, 10), outputs, load_int64(job + OUT),
+    )  # fmt: skip
+    store_int64(job + BLOCKS, blocks)
+    return outputs * inputs * size_of(kind) if blocks > 0 else 0
 
 
 @njit(**NATIVE)
 def prepare(frame, job):
-    """Write the job's words. Returns the number of units, and whether threads share them."""
+    """Write the job's words. Returns the number of blocks and groups, and whether threads share them."""
     options, rows = argument(frame, 0), needed_rows(frame)
     slots, parts, rank = dimension(frame, 7, 1), dimension(frame, 7, 2), dimension(frame, 6, 2)
-    inputs, outputs = dimension(frame, 4, 1), dimension(frame, 10, 1)
+    inputs, outputs = dimension(frame, 4, 1), dimension(frame, 6, 3)
     # a layer out of range is clipped, as by XLA: it would crash the process
     layer = min(max(np.int64(load_int32(argument(frame, 2))), 0), dimension(frame, 7, 0) - 1)
     size = size_of(load_int32(options + 4 * OPTION_POOL_KIND))
@@ -301,9 +363,17 @@ def prepare(frame, job):
     store_int64(job + SEGMENTS, dimension(frame, 9, 0))
     store_int64(job + OUT, result(frame, 0))
     store_int64(job + OUTPUTS, outputs)
+    store_int64(job + BLOCKS, 0)
+    store_int64(job + THREADS, 0)
     store_int64(job + GROUPS_AT, job + JOB_BYTES + KEY_BYTES * rows)
+    store_int64(job + HOMES_AT, job + JOB_BYTES + (KEY_BYTES + GROUP_BYTES) * rows)
     groups, total = list_groups(job, list_rows(job + JOB_BYTES, argument(frame, 3), rows))
-    return list_units(job, groups, total), total >= MIN_SHARED_BYTES
+    weight_bytes = prepare_blocks(frame, job, rows) if load_int32(options + 4 * OPTION_MULTIPLIES) != 0 else 0
+    is_shared = max(total, weight_bytes) >= MIN_SHARED_BYTES
+    homes = max(1, min(groups, thread_limit() if is_shared else 1))
+    store_int64(job + HOMES, homes)
+    list_homes(job, groups, total, homes)
+    return load_int64(job + BLOCKS) + groups, is_shared
 
 
-task, handler = make_kernel(prepare, make_work(compute), job_bytes, scratch_bytes)
+task, handler = make_kernel(prepare, work, job_bytes, scratch_bytes)

@@ -126,6 +126,17 @@ def aligned(scratch: int) -> int:
     return (scratch + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
+@njit(**NATIVE)
+def wait_until(job: int, units: int) -> None:
+    """Wait until `units` units are computed. Threads must have begun all of them."""
+    spins = 0
+    while fetch_add(job + DONE, 0) < units:
+        spins += 1
+        pause()
+        if spins % SPINS == 0:
+            yield_processor(0)
+
+
 def make_task(work: Callable[[int, int], None], scratch_bytes: Callable[[int], int]) -> Any:
     """The function that a helper thread runs. work(job, scratch) claims and computes units until none is left."""
 
@@ -167,12 +178,7 @@ def make_share(work: Callable[[int, int], None]) -> Any:
                 if call(load_int64(api + API_SCHEDULE), request) != 0:
                     leave(job)
         work(job, aligned(scratch))
-        spins = 0
-        while fetch_add(job + DONE, 0) < units:
-            spins += 1
-            pause()
-            if spins % SPINS == 0:
-                yield_processor(0)
+        wait_until(job, units)
         leave(job)
 
     return share
@@ -244,12 +250,8 @@ def make_work_in_two_passes(
             first(job, unit, scratch)
             fetch_add(job + DONE, 1)
             unit = fetch_add(job + NEXT, 1)
-        spins = 0
-        while unit < units and fetch_add(job + DONE, 0) < before:  # a thread has begun each unit of the first pass
-            spins += 1
-            pause()
-            if spins % SPINS == 0:
-                yield_processor(0)
+        if unit < units:
+            wait_until(job, before)  # a thread has begun each unit of the first pass
         while unit < units:
             second(job, unit - before, scratch)
             fetch_add(job + DONE, 1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouped_lora, lora_expand
+from pallas_kernels import dot, grouped_lora, lora_dot, lora_expand
 from pallas_kernels.grouped_lora import cpu
 from tests.kernels.lora_cases import CASES, LAYER, Case, in_float64, make
 from tests.support.device_arrays import device_array
@@ -115,3 +115,42 @@ def test_refuses_outputs_that_are_no_whole_vectors():
     x, base, a = make(CASES["odd"])[:3]
     x = device_array(np.zeros((5, 64)), "float32")
     assert "5 outputs are not a multiple of 16" in cpu.refuse(CPU, x, base, a, CASES["odd"].pattern)
+
+
+@pytest.mark.parametrize(("dtype", "pool"), DTYPES)
+@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES["qkv"],
+        dataclasses.replace(WIDE, num_rows=85),
+        Case(1024, ((0, 528),), rows=40, rank=16, slots=40, ranks=(8, 16)),  # threads share blocks and groups
+        Case(128, ((0, 1024), (1, 1024)), rows=3, rank=16, num_rows=1),
+    ],
+)
+def test_lora_dot_has_the_bits_of_dot_and_grouped_lora(case, dtype, pool, out):
+    x, _, *call = make(case, dtype, pool)
+    weight = device_array(np.random.default_rng(3).standard_normal((case.outputs, case.inputs)), dtype)
+    options = {"layer": LAYER, "pattern": case.pattern}
+    fused = jax.jit(functools.partial(lora_dot, dtype=jnp.dtype(out), **options))
+    for slots, num_rows in ((call[4], call[5]), (np.full(case.rows, -1, np.int32), call[5]), (call[4], np.int32(0))):
+        given = tuple(map(jnp.asarray, (*call[:4], slots, num_rows)))
+        base = dot(x, weight, given[-1], dtype=jnp.dtype(out), implementation="cpu")
+        expected = grouped_lora(x, base, *given, implementation="cpu", **options)
+        assert np.asarray(fused(x, weight, *given)).tobytes() == np.asarray(expected).tobytes()
+
+
+@pytest.mark.codegen
+def test_lora_dot_is_one_call():
+    call = make(CASES["qkv"])
+    weight = device_array(np.zeros((CASES["qkv"].outputs, CASES["qkv"].inputs)), "float32")
+    program = jax.jit(functools.partial(lora_dot, layer=LAYER, pattern=CASES["qkv"].pattern))
+    text = program.lower(call[0], weight, *call[2:]).compile().as_text()
+    assert text.count("custom_call_target=") == text.count("pallas_kernels.grouped_lora.cpu_kernel") == 1
+
+
+def test_lora_dot_refuses_weights_of_another_dtype():
+    x, base, *call = map(jnp.asarray, make(CASES["qkv"]))
+    weight = jnp.zeros((base.shape[1], x.shape[1]), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"weight .* of float32, as x"):
+        lora_dot(x, weight, *call, layer=LAYER, pattern=CASES["qkv"].pattern)
