@@ -17,8 +17,6 @@ import chaos_clock
 from chaos_load import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Case, Outcome, draw_cases, send
 from chaos_server import ServerProcess, Span
 
-from tests.support import serve_flags
-
 pytestmark = pytest.mark.slow  # no default test: the engine does not depend on it
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -178,7 +176,6 @@ def test_twenty_seconds_of_chaos(tmp_path):
     path = tmp_path / "chaos.json"
     command = [
         sys.executable, str(ROOT / "benchmarks/chaos.py"), "--minutes", "0.34", "--seed", "8", "--output", str(path),
-        *serve_flags.serve_flags(),
     ]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert ran.returncode == 0, ran.stdout[-3_000:] + ran.stderr[-3_000:]
