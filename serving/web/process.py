@@ -35,6 +35,7 @@ logger = logging.getLogger("jpaged.serving")
 
 MAX_OPEN_FILES = 65_536
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+FATAL_SECONDS = 2  # to tell clients that the engine has ended; some do not read, or still send
 CLOSE_SECONDS = 2  # to answer the last requests and to close the engine, after the shutdown timeout
 
 
@@ -171,6 +172,7 @@ class _Server(uvicorn.Server):
         """Stop, because the engine has ended. Its requests have failed. Any thread may call it."""
         logger.critical("the server stops: %s", error)
         self.fatal = True
+        self.config.timeout_graceful_shutdown = min(self.config.timeout_graceful_shutdown or 0, FATAL_SECONDS)
         self._stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,13 +89,17 @@ def test_an_engine_that_is_killed_ends_all_streams_with_an_error(start):
         server.process.kill()
         return time.monotonic()
 
-    killed = streams.during(kill)
-    assert max(streams.ends) - killed < 1
+    address = urllib.parse.urlsplit(url)
+    with socket.create_connection((address.hostname, address.port)) as slow:  # it does not delay the end
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"Content-Length: 9\r\n\r\n{")
+        killed = streams.during(kill)
+        assert max(streams.ends) - killed < 1
+        wait_for(lambda: not alive(child), seconds=6)
     for lines in streams.lines:
         errors = [line for line in lines if '"error"' in line]
         assert len(errors) == 1
         assert "engine_error" in errors[0]
-    wait_for(lambda: not alive(child), seconds=5)
     assert "the server stops: the engine's process has ended" in server.text
     assert server.text.count("in _write") == 16  # each request's own traceback
 
