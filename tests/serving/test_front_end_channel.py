@@ -265,9 +265,13 @@ def test_a_side_that_does_not_read_is_cut_off(run: Any, monkeypatch: pytest.Monk
         with pytest.raises(RuntimeError):
             side.channel.send(raw(b"a"))
         other.settimeout(5)
-        with other:
+
+        def read() -> None:
             while other.recv(2**20):  # then the connection has ended
                 pass
+
+        with other:
+            await asyncio.to_thread(read)  # meanwhile the event loop closes the connection
         await asyncio.sleep(0.01)
         assert side.num_ended == 1
 
