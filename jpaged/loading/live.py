@@ -10,6 +10,7 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.dtypes import BY_NAME
+from jpaged.models.families.wrappers import text_config
 from jpaged.models.spec import FLOAT32_LEAVES, DecoderSpec, WeightLayout, param_shapes
 
 SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # fused leaves, and the leaves that may replace them
@@ -29,11 +30,14 @@ class LiveParams:
 
 
 def config_values(model_config: Any) -> dict[str, Any]:
-    """Return a Hugging Face config as a dictionary. It may be a dictionary, or an object with `to_dict()`."""
+    """Return a Hugging Face config as a dictionary. It may be a dictionary, or an object with `to_dict()`.
+
+    Of a wrapper of a text model: the text model's.
+    """
     if isinstance(model_config, Mapping):
-        return dict(model_config)
+        return text_config(model_config)
     if hasattr(model_config, "to_dict"):
-        return dict(model_config.to_dict())
+        return text_config(model_config.to_dict())
     raise ModelLoadError(
         f"the config of live arrays must be a DecoderSpec, a Hugging Face config or its dictionary, "
         f"not a {type(model_config).__name__}"

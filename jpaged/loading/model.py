@@ -46,6 +46,7 @@ from jpaged.loading.weights import (
 )
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.wrappers import text_config
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.padding import pad_kv_scales
 from jpaged.models.quantization import SCHEMES, LeafPlacer, Quantizer
@@ -214,8 +215,8 @@ def find_weights(config: EngineConfig) -> Path:
 
 
 def _overridden(values: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
-    """Return the values of config.json, replaced by `hf_overrides`."""
-    return values | dict(config.hf_overrides or {})
+    """Return the values of config.json, replaced by `hf_overrides`. Of a wrapper: the text model's."""
+    return text_config(values | dict(config.hf_overrides or {}))
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_
 from jpaged.loading.weights import plan_weights, planned_shapes
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.wrappers import text_config
 from jpaged.models.quantization import LeafPlacer
 from jpaged.models.sharding import described_mesh, shards_of, split_spec
 from jpaged.models.spec import DecoderSpec, param_shapes
@@ -81,8 +82,9 @@ def describe(
 
 
 def _values(config: EngineConfig, folder: Path) -> dict[str, Any]:
-    """The values of a config.json without weights."""
-    return with_quantization(folder, read_json(folder / CONFIG, required=True) | dict(config.hf_overrides or {}))
+    """The values of a config.json without weights. Of a wrapper: the text model's."""
+    values = read_json(folder / CONFIG, required=True) | dict(config.hf_overrides or {})
+    return text_config(with_quantization(folder, values))
 
 
 def declared_weights(

@@ -1,6 +1,7 @@
 """Opens the tensors of a model: a folder of safetensors files, with or without packed tensors, or a GGUF file."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,12 @@ from jpaged.loading.hub import is_gguf
 from jpaged.loading.mxfp4 import Mxfp4Checkpoint
 from jpaged.loading.packed_checkpoint import PackedCheckpoint, format_of
 from jpaged.loading.quantized.config import MXFP4, method_of, with_quantization
+from jpaged.loading.renamed_tensors import RenamedTensors
+from jpaged.loading.weights import HEAD
 from jpaged.models.families import family_of
+from jpaged.models.families.wrappers import TEXT_PREFIXES, other_parts, text_config, wrapper_of
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -21,7 +27,8 @@ def open_source(
 ) -> Iterator[tuple[dict[str, Any], TensorSource]]:
     """Open a folder or a GGUF file. Yields the values of config.json and the tensors.
 
-    overrides: values that replace config.json's. The tensors are a `Checkpoint` if none of them is packed.
+    overrides: values that replace config.json's. The tensors are a `Checkpoint` if none of them is packed. Of a wrapper
+    of a text model, values and tensors are the text model's.
     Raises ModelLoadError; for an unsupported family or quantization_config, before any file with weights is opened.
     """
     if is_gguf(path):
@@ -29,9 +36,25 @@ def open_source(
             yield checkpoint.config | dict(overrides), checkpoint
         return
     values = with_quantization(path, read_json(path / "config.json", required=True) | dict(overrides))
-    family_of(values)
+    text = text_config(values)
+    family_of(text)
     with open_tensors(path, values) as checkpoint:
-        yield values, checkpoint
+        wrapper = wrapper_of(values)
+        if wrapper is None:
+            yield text, checkpoint
+            return
+        _log_other_parts(path, wrapper, checkpoint)
+        tensors = RenamedTensors(checkpoint, TEXT_PREFIXES)
+        # Some wrappers tie the embeddings by a key of their own, whatever the text model's says.
+        yield text | {"tie_word_embeddings": HEAD not in tensors}, tensors
+
+
+def _log_other_parts(path: Path, wrapper: str, checkpoint: TensorSource) -> None:
+    parts = other_parts(checkpoint.names)
+    entries = {part: [checkpoint.entry(name) for name in names] for part, names in parts.items()}
+    sizes = {part: sum(entry.end - entry.begin for entry in found) for part, found in entries.items()}
+    told = ", ".join(f"{part} ({size / 2**20:,.1f} MiB)" for part, size in sizes.items()) or "nothing"
+    logger.info("%s: of %s, the text model is loaded; not loaded: %s", path, wrapper, told)
 
 
 @contextlib.contextmanager

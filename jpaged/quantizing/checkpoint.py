@@ -37,6 +37,7 @@ from jpaged.loading.tokenizer import load_tokenizer
 from jpaged.loading.weights import HEAD, LeafPlan, WeightPlan, assemble, check_depth, is_bare, plan_weights
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.wrappers import wrapper_of
 from jpaged.quantizing.awq import fold_scales, refuse_awq
 from jpaged.quantizing.calibration import FEWEST_TOKENS, Calibration
 from jpaged.quantizing.gptq import gptq
@@ -97,6 +98,11 @@ def quantize_checkpoint(
     check_out(out, path)
     _check_source(model, path)
     values = read_json(path / "config.json", required=True)
+    if (wrapper := wrapper_of(values)) is not None:
+        raise ModelLoadError(
+            f"{path}: the text model inside {wrapper} cannot be quantised yet: serve it with quantization=..., or save "
+            "it as a model of its own with Transformers"
+        )
     if "quantization_config" in values:
         kind = values["quantization_config"]
         kind = kind.get("quant_method", "unknown") if isinstance(kind, dict) else kind

@@ -27,6 +27,7 @@ from jpaged.models.families.qwen3 import QWEN3
 from jpaged.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.smollm3 import SMOLLM3
 from jpaged.models.families.starcoder2 import STARCODER2
+from jpaged.models.families.wrappers import WRAPPERS, text_config
 from jpaged.models.spec import DecoderSpec
 
 FAMILIES: tuple[Family, ...] = (
@@ -59,9 +60,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     asked = f"architecture {', '.join(architectures)}" if architectures else f"model_type {model_type!r}"
     supported = ", ".join(family.architectures[0] for family in FAMILIES)
     own_code = " (code in the checkpoint, auto_map, is not run)" if config.get("auto_map") else ""
-    raise ModelLoadError(f"config.json: {asked} is not supported by jpaged{own_code}; supported: {supported}")
+    wrappers = ", ".join(WRAPPERS)
+    raise ModelLoadError(
+        f"config.json: {asked} is not supported by jpaged{own_code}; supported: {supported}; "
+        f"and the text models inside {wrappers}"
+    )
 
 
 def spec_of(config: Mapping[str, Any]) -> DecoderSpec:
     """DecoderSpec of a config.json. Raises ModelLoadError, which names the wrong or unsupported key."""
+    config = text_config(config)
     return family_of(config).spec(CheckpointConfig(config))

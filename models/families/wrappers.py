@@ -1,0 +1,74 @@
+"""Wrappers: multimodal models with a text model inside, of which jpaged serves the text model.
+
+A wrapper's config.json has the text model's values under `text_config`, without those that equal Transformers'
+defaults. Its tensors have prefixes, of which there is an old and a new form (Transformers 4.52).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jpaged.errors import ModelLoadError
+
+# Architecture -> model types of the text model.
+WRAPPERS: dict[str, tuple[str, ...]] = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Mistral3ForConditionalGeneration": ("mistral",),
+    "KimiK25ForConditionalGeneration": ("kimi_k2", "deepseek_v3"),
+}
+# Model type of the text model -> its architecture.
+_TEXT = {
+    "gemma3_text": "Gemma3ForCausalLM", "mistral": "MistralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}  # fmt: skip
+# Transformers' defaults that the families do not have themselves.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
+    "mistral": {
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 131_072,
+    },
+}  # fmt: skip
+# Keys of the wrapper that hold for the text model, if it has none of its own.
+_SHARED = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+# (prefix in the checkpoint, prefix that the family knows). The first that matches applies.
+TEXT_PREFIXES = (
+    ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."), ("lm_head.", "lm_head."),
+)  # fmt: skip
+
+
+def wrapper_of(config: Mapping[str, Any]) -> str | None:
+    """The wrapper's architecture; None for other models."""
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return next((name for name in names if isinstance(name, str) and name in WRAPPERS), None)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's config.json; other models' own. Raises ModelLoadError for an unknown text model."""
+    wrapper = wrapper_of(config)
+    if wrapper is None:
+        return dict(config)
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise ModelLoadError(f"config.json: text_config={inner!r} must be the config of {wrapper}'s text model")
+    kind = inner.get("model_type")
+    if kind not in WRAPPERS[wrapper]:
+        known = " or ".join(WRAPPERS[wrapper])
+        raise ModelLoadError(
+            f"config.json: text_config.model_type={kind!r} inside {wrapper} is not supported by jpaged (only {known})"
+        )
+    shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
+    return {**DEFAULTS.get(kind, {}), **shared, **inner, "architectures": [_TEXT[kind]]}
+
+
+def other_parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """Tensors that are not the text model's, by part of the wrapper: the first one or two names of a tensor."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if not name.startswith(tuple(old for old, _ in TEXT_PREFIXES)):
+            found.setdefault(name.removeprefix("model.").partition(".")[0], []).append(name)
+    return found
