@@ -1,7 +1,7 @@
-"""Wrappers: multimodal models with a text model inside, of which jpaged serves the text model.
+"""Wrappers: multimodal models around a text model. jpaged serves the text model.
 
 A wrapper's config.json has the text model's values under `text_config`, without those that equal Transformers'
-defaults. Its tensors have prefixes, of which there is an old and a new form (Transformers 4.52).
+defaults. Its tensors have prefixes, in an old and a new form (Transformers 4.52).
 """
 
 from collections.abc import Iterable, Mapping
