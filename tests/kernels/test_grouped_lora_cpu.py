@@ -118,14 +118,14 @@ def test_refuses_outputs_that_are_no_whole_vectors():
 
 
 @pytest.mark.parametrize(("dtype", "pool"), DTYPES)
-@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+@pytest.mark.parametrize("out", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case",
     [
-        CASES["qkv"],
-        dataclasses.replace(WIDE, num_rows=85),
+        pytest.param(CASES["qkv"], marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(WIDE, num_rows=85), marks=pytest.mark.slow),
         Case(1024, ((0, 528),), rows=40, rank=16, slots=40, ranks=(8, 16)),  # threads share blocks and groups
-        Case(128, ((0, 1024), (1, 1024)), rows=3, rank=16, num_rows=1),
+        pytest.param(Case(128, ((0, 1024), (1, 1024)), rows=3, rank=16, num_rows=1), marks=pytest.mark.slow),
     ],
 )
 def test_lora_dot_has_the_bits_of_dot_and_grouped_lora(case, dtype, pool, out):
