@@ -53,7 +53,7 @@ def answers(store):
     """Bits of the answers of a runner whose programs are stored in a folder, or traced."""
     with pytest.MonkeyPatch.context() as patch:
         if store is None:
-            patch.setattr(ProgramStore, "open", lambda folder, platform, kernels: None)
+            patch.setattr(ProgramStore, "open", lambda *_: None)
         runner = make_runner(SPECS["windows"], **({} if store is None else {"compilation_cache_dir": str(store)}))
     outputs = run(make_engine(runner), REQUESTS)
     aliased = {str(p.shape): p.run.memory_analysis().alias_size_in_bytes for p in runner.programs.programs}
