@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import chaos_clock
+from attack import children
 from drawn_requests import ask
 
 KEY = "chaos"  # the admin key
@@ -152,11 +153,7 @@ class ServerProcess:
 
     def front_ends(self) -> list[int]:
         """Processes of front ends, the oldest first. The first one of a server keeps responses, files and batches."""
-        found: list[int] = []
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                found += map(int, (task / "children").read_text().split())
-        return sorted(pid for pid in found if b"jpaged.serving.front_end" in _command_line(pid))
+        return sorted(pid for pid in children(self.process.pid) if b"jpaged.serving.front_end" in _command_line(pid))
 
     def kill_front_end(self, rng: random.Random) -> bool:
         """Kill one with SIGKILL, and wait for the next. Returns False if none comes. Only its own requests may end."""

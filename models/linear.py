@@ -70,7 +70,8 @@ def linear(
         context.watch(name, x)
     adapters, num_rows = context.adapters, context.num_rows
     is_array = not isinstance(weight, JoinedWeight | QuantizedWeight)
-    if adapters is not None and name in adapters.pools and num_rows is not None and is_array and not transposed:
+    is_plain = is_array and num_rows is not None and not transposed and not min_outputs  # as for `dot` in `_product`
+    if is_plain and adapters is not None and name in adapters.pools:
         return product_with_adapters(name, x, weight.reshape(-1, x.shape[1]), adapters, num_rows, dtype)
     if not isinstance(weight, JoinedWeight):
         out = _product(weight, x, context, dtype, transposed=transposed, min_outputs=min_outputs)

@@ -128,9 +128,17 @@ def resident(pid: int) -> int:
         each = pids.pop()
         with contextlib.suppress(OSError, ValueError):
             total += int(Path(f"/proc/{each}/statm").read_text().split()[1]) * page
-            for task in os.listdir(f"/proc/{each}/task"):
-                pids += map(int, Path(f"/proc/{each}/task/{task}/children").read_text().split())
+            pids += children(each)
     return total
+
+
+def children(pid: int) -> list[int]:
+    """Child processes of a process. A thread that ends meanwhile is left out."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def warm_up(port: int) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
-from jpaged.loading.checkpoint import is_converted, read_json
+from jpaged.loading.checkpoint import is_converted
 from jpaged.loading.config_tensors import DeclaredCheckpoint
 from jpaged.loading.dtypes import BY_NAME, resolve_dtype
 from jpaged.loading.hub import CONFIG, find_config
 from jpaged.loading.model import check_deterministic, check_quantization, for_runner, open_weights, quantizer_of
-from jpaged.loading.quantized.config import method_of, with_quantization
+from jpaged.loading.quantized.config import method_of
+from jpaged.loading.source import read_config
 from jpaged.loading.tokenizer import has_tokenizer, load_tokenizer, valid_token_mask
 from jpaged.loading.weights import plan_weights, planned_shapes
 from jpaged.models.families import family_of
@@ -83,8 +84,7 @@ def describe(
 
 def _values(config: EngineConfig, folder: Path) -> dict[str, Any]:
     """The values of a config.json without weights. Of a wrapper: the text model's."""
-    values = read_json(folder / CONFIG, required=True) | dict(config.hf_overrides or {})
-    return text_config(with_quantization(folder, values))
+    return text_config(read_config(folder, config.hf_overrides or {}))
 
 
 def declared_weights(

@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +17,14 @@ from jpaged.loading.quantized.config import MXFP4, method_of, with_quantization
 from jpaged.loading.renamed_tensors import RenamedTensors
 from jpaged.loading.weights import HEAD
 from jpaged.models.families import family_of
-from jpaged.models.families.wrappers import TEXT_PREFIXES, other_parts, text_config, wrapper_of
+from jpaged.models.families.wrappers import TEXT_PREFIXES, text_config, wrapper_of
 
 logger = logging.getLogger(__name__)
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The values of a folder's config.json, with quantization_config. overrides: values that replace config.json's."""
+    return with_quantization(folder, read_json(folder / "config.json", required=True) | dict(overrides))
 
 
 @contextlib.contextmanager
@@ -35,7 +41,7 @@ def open_source(
         with GgufCheckpoint(path) as checkpoint:
             yield checkpoint.config | dict(overrides), checkpoint
         return
-    values = with_quantization(path, read_json(path / "config.json", required=True) | dict(overrides))
+    values = read_config(path, overrides)
     text = text_config(values)
     family_of(text)
     with open_tensors(path, values) as checkpoint:
@@ -43,16 +49,17 @@ def open_source(
         if wrapper is None:
             yield text, checkpoint
             return
-        _log_other_parts(path, wrapper, checkpoint)
         tensors = RenamedTensors(checkpoint, TEXT_PREFIXES)
+        _log_other_parts(path, wrapper, checkpoint, set(checkpoint.names).difference(tensors.originals))
         # Some wrappers tie the embeddings by a key of their own, whatever the text model's says.
         yield text | {"tie_word_embeddings": HEAD not in tensors}, tensors
 
 
-def _log_other_parts(path: Path, wrapper: str, checkpoint: TensorSource) -> None:
-    parts = other_parts(checkpoint.names)
-    entries = {part: [checkpoint.entry(name) for name in names] for part, names in parts.items()}
-    sizes = {part: sum(entry.end - entry.begin for entry in found) for part, found in entries.items()}
+def _log_other_parts(path: Path, wrapper: str, checkpoint: TensorSource, names: Iterable[str]) -> None:
+    sizes = Counter[str]()
+    for name in sorted(names):
+        entry = checkpoint.entry(name)
+        sizes[name.removeprefix("model.").partition(".")[0]] += entry.end - entry.begin
     told = ", ".join(f"{part} ({size / 2**20:,.1f} MiB)" for part, size in sizes.items()) or "nothing"
     logger.info("%s: of %s, the text model is loaded; not loaded: %s", path, wrapper, told)
 

@@ -4,22 +4,17 @@ A wrapper's config.json has the text model's values under `text_config`, without
 defaults. Its tensors have prefixes, in an old and a new form (Transformers 4.52).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jpaged.errors import ModelLoadError
 
-# Architecture -> model types of the text model.
-WRAPPERS: dict[str, tuple[str, ...]] = {
-    "Gemma3ForConditionalGeneration": ("gemma3_text",),
-    "Mistral3ForConditionalGeneration": ("mistral",),
-    "KimiK25ForConditionalGeneration": ("kimi_k2", "deepseek_v3"),
+# Architecture -> model type of the text model -> the text model's architecture.
+WRAPPERS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
+    "KimiK25ForConditionalGeneration": dict.fromkeys(("kimi_k2", "deepseek_v3"), "DeepseekV3ForCausalLM"),
 }
-# Model type of the text model -> its architecture.
-_TEXT = {
-    "gemma3_text": "Gemma3ForCausalLM", "mistral": "MistralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}  # fmt: skip
 # Transformers' defaults that the families do not have themselves.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -55,20 +50,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         raise ModelLoadError(f"config.json: text_config={inner!r} must be the config of {wrapper}'s text model")
-    kind = inner.get("model_type")
-    if kind not in WRAPPERS[wrapper]:
-        known = " or ".join(WRAPPERS[wrapper])
+    kind, known_kinds = inner.get("model_type"), WRAPPERS[wrapper]
+    if kind not in known_kinds:
+        known = " or ".join(known_kinds)
         raise ModelLoadError(
             f"config.json: text_config.model_type={kind!r} inside {wrapper} is not supported by jpaged (only {known})"
         )
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
-    return {**DEFAULTS.get(kind, {}), **shared, **inner, "architectures": [_TEXT[kind]]}
-
-
-def other_parts(names: Iterable[str]) -> dict[str, list[str]]:
-    """Tensors that are not the text model's, by part of the wrapper: the first one or two names of a tensor."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        if not name.startswith(tuple(old for old, _ in TEXT_PREFIXES)):
-            found.setdefault(name.removeprefix("model.").partition(".")[0], []).append(name)
-    return found
+    return {**DEFAULTS.get(kind, {}), **shared, **inner, "architectures": [known_kinds[kind]]}

@@ -172,7 +172,8 @@ class _Server(uvicorn.Server):
         """Stop, because the engine has ended. Its requests have failed. Any thread may call it."""
         logger.critical("the server stops: %s", error)
         self.fatal = True
-        self.config.timeout_graceful_shutdown = min(self.config.timeout_graceful_shutdown or 0, FATAL_SECONDS)
+        for server in (self, *self._sides):
+            server.config.timeout_graceful_shutdown = min(server.config.timeout_graceful_shutdown or 0, FATAL_SECONDS)
         self._stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from jpaged.errors import JPagedError
 from jpaged.serving.web.process import CLOSE_SECONDS, AddressError, _announce, _url, take_address
+from tests.support.served_processes import children_of
 
 MESSAGE = {"role": "user", "content": "a"}
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -300,9 +301,7 @@ def test_a_body_that_is_never_checked_does_not_delay_the_end(start):
     body = {"prompt": "a" * 300_000, "max_tokens": 1}
     with httpx.Client(base_url=url, timeout=20) as client:
         assert client.post("/v1/completions", json=body).status_code == 400  # starts the child
-        tasks = pathlib.Path(f"/proc/{process.pid}/task")
-        children = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-        (child,) = [pid for pid in children if b"body_worker" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+        (child,) = children_of(process.pid, b"body_worker")
         os.kill(child, signal.SIGSTOP)
         asking = threading.Thread(target=ask_until_the_end, args=(client, "/v1/completions", body))
         asking.start()

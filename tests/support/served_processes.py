@@ -63,11 +63,7 @@ class Serving:
     @property
     def children(self) -> list[int]:
         """Processes of front ends."""
-        found: list[int] = []
-        for task in pathlib.Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-                found += map(int, (task / "children").read_text().split())
-        return [pid for pid in found if b"front_end" in command_line(pid)]
+        return children_of(self.process.pid, b"front_end")
 
     @property
     def child(self) -> int:
@@ -98,6 +94,15 @@ class Serving:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def children_of(pid: int, word: bytes) -> list[int]:
+    """Child processes of a process that have a word in their command line."""
+    found: list[int] = []
+    for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return [child for child in found if word in command_line(child)]
 
 
 def command_line(pid: int) -> bytes:
