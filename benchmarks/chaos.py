@@ -192,6 +192,8 @@ class Chaos:
             fault = f"an answer after {seconds:.1f} s"
         if fault == "a stream that ends with an error" and self._during(start, time.monotonic(), "restart"):
             fault = None
+        if status == 500 and self.server.has_front_ends and self._during(start, time.monotonic(), "kill"):
+            fault = None
         if status == 503 and not self._during(start, time.monotonic(), "restart", "kill", "drain", "keeper"):
             fault = f"status 503 without a reason: {answer[:300]!r}"
         return f"{kind}: status {status}" if status else f"{kind}: not waited for", fault
