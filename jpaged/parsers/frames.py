@@ -3,9 +3,10 @@
 A format without an entry forces calls in JSON.
 """
 
-from jpaged.parsers import mistral
+from jpaged.parsers import gemma4, mistral
 from jpaged.parsers.argument_grammar import TaggedArguments
 from jpaged.parsers.call_frame import CallFrame, json_frame
+from jpaged.parsers.listed_arguments import ListedArguments
 
 _DSML_PARAMETER = '<｜DSML｜parameter name="$" string="{}">'
 
@@ -40,6 +41,7 @@ def _deepseek(head: str, tail: str, between: str = "") -> CallFrame:
     )  # fmt: skip
 
 
+_PYTHONIC = CallFrame("$(", ")", "[", "]", between=", ", arguments=ListedArguments("=", ", "))
 FRAMES: dict[str, tuple[CallFrame, ...]] = {
     "hermes": (json_frame(before="<tool_call>\n", after="\n</tool_call>", between="\n"),),
     "llama3_json": (json_frame("parameters", begin="<|python_tag|>", optional=True, between="; "),),
@@ -69,5 +71,12 @@ FRAMES: dict[str, tuple[CallFrame, ...]] = {
             "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
         ),
     ),
+    "gemma4": (
+        CallFrame(
+            f"{gemma4.BEGIN}call:${{", f"}}{gemma4.END}", arguments=ListedArguments(":", ",", gemma4.QUOTE)
+        ),
+    ),
+    "pythonic": (_PYTHONIC,),
+    "llama4_pythonic": (_PYTHONIC,),
     "openai": (CallFrame("<|channel|>commentary to=functions.$ <|constrain|>json<|message|>", between=None),),
 }  # fmt: skip

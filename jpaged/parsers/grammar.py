@@ -53,7 +53,7 @@ def tool_grammar(
     for i, (where, tool) in enumerate(chosen):
         check_enforced(where, tool.parameters)
         rules += _arguments(frame, f"arguments_{i}", tool, tags)
-        head = " /[0-9]+/ ".join(map(tags.lark, frame.head.replace(NAME, tool.name).split(NUMBER)))
+        head = " /[0-9]{1,3}/ ".join(map(tags.lark, frame.head.replace(NAME, tool.name).split(NUMBER)))
         alternatives.append(_joined(head, f"arguments_{i}", tags.lark(frame.tail)))
     lines = [f"start: {_calls(frame, several, tags)}", f"call: {' | '.join(f'call_{i}' for i in range(len(chosen)))}"]
     lines += [f"call_{i}: {alternative}" for i, alternative in enumerate(alternatives)]

@@ -80,6 +80,8 @@ _FORMATS = (
     ToolCallFormat("json", JsonTags("```json", "```", bare=True).read),
 )
 FORMATS = {one.name: one for one in _FORMATS}
+# Other names of vLLM for the same formats.
+ALIASES = {"qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "granite4": "hermes", "llama4_json": "llama3_json"}
 
 # Texts of chat templates that only one format has, in the order in which they are searched for.
 _DETECTED = (
@@ -103,9 +105,10 @@ _DETECTED = (
 
 def tool_call_format(name: str) -> ToolCallFormat:
     """Return the format with this name. Raises RequestError for an unknown name."""
-    if name not in FORMATS:
-        raise unknown_name("tool_call_parser", name, FORMATS)
-    return FORMATS[name]
+    known = ALIASES.get(name, name)
+    if known not in FORMATS:
+        raise unknown_name("tool_call_parser", name, (*FORMATS, *ALIASES))
+    return FORMATS[known]
 
 
 def detect_format(chat_template: str) -> ToolCallFormat | None:

@@ -16,6 +16,7 @@ from jpaged.parsers.scanner import Scanner, Steps
 from jpaged.parsers.sections import Section
 
 MAX_NAME = 256
+ARGUMENT_STEPS = 5  # syntax tokens that an argument costs: its tags and its key
 
 _NAME = re.compile(r"[\w.\-]++")
 _KEY = re.compile(r"[^<>\"\n]++")
@@ -58,7 +59,7 @@ class XmlTags:
         scanner.release()  # the call has begun, so its text cannot become content
         opening = "{"
         while not (yield from scanner.accept(self.call_end)):
-            if not scanner.step() or not (yield from scanner.accept(self.key)):
+            if not scanner.step(ARGUMENT_STEPS) or not (yield from scanner.accept(self.key)):
                 return False
             key = yield from scanner.run(_KEY, MAX_NAME)
             if not key:

@@ -60,6 +60,9 @@ DIALECTS = {  # one call, the text that the second call replaces, and the second
     "granite": ('<|tool_call|>[{"name": "search", "arguments": {"n": 1}}]', "]", ', {"name": "now", "arguments": {}}]'),
     "seed_oss": ("<seed:tool_call>\n<function=search>\n<parameter=n>1</parameter>\n</function>\n</seed:tool_call>", "",
                  "\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"),
+    "gemma4": ("<|tool_call>call:search{n:1}<tool_call|>", "", "<|tool_call>call:now{}<tool_call|>"),
+    "pythonic": ("[search(n=1)]", "]", ", now()]"),
+    "llama4_pythonic": ("[search(n=1)]", "]", ", now()]"),
 }  # fmt: skip
 for _name, (_one, _end, _second) in DIALECTS.items():
     ONE[_name], TWO[_name] = _one, _one.removesuffix(_end) + _second
@@ -144,8 +147,8 @@ def test_tags_that_are_added_tokens_are_written_as_tokens():
     assert grammar["grammar"].startswith("start: <[7]>? call\n")
 
 
-def test_the_enforced_format_of_pythonic_and_of_none_is_json():
-    assert enforced_format(FORMATS["pythonic"]) is enforced_format(None) is FORMATS["json"]
+def test_the_enforced_format_of_an_unknown_one_is_json():
+    assert enforced_format(None) is FORMATS["json"]
     assert enforced_format(FORMATS["hermes"]) is FORMATS["hermes"]
 
 
@@ -243,3 +246,39 @@ def test_a_string_ends_at_a_special_token():
     for special, rule in rules.items():
         fields = tool_grammar(tools, REQUIRED, FORMATS["glm47"], added_tokens=ids, special_tokens=special)
         assert rule in fields["grammar"]
+
+
+LISTED = {"a": {"type": "string"}, "b": {"type": "integer"}, "c": {"type": "array", "items": {"type": "string"}},
+          "d": {"type": "object", "properties": {"e": {"type": "string", "enum": ["x"]}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end", "right", "wrong"),
+    [
+        ("gemma4", "<|tool_call>call:f{", "}<tool_call|>",
+         {'b:1': {"b": 1}, 'a:<|"|>"u",\n<|"|>,b:1,c:[<|"|>v<|"|>,<|"|><|"|>]': {"a": '"u",\n', "b": 1, "c": ["v", ""]},
+          'b:-2,d:{e:<|"|>x<|"|>}': {"b": -2, "d": {"e": "x"}}, "b:3,c:[],d:{}": {"b": 3, "c": [], "d": {}}},
+         ["", "a:1,b:1", "b:1,", "b:1,b:1", ",b:1", 'b:1,d:{e:<|"|>y<|"|>}', 'a:<|"|>u<|"|>', 'b:1,c:[1]']),
+        ("pythonic", "[f(", ")]",
+         {"b=1": {"b": 1}, 'a="\\"u\\"", b=1, c=["v", ""]': {"a": '"u"', "b": 1, "c": ["v", ""]},
+          'b=-2, d={"e": "x"}': {"b": -2, "d": {"e": "x"}}},
+         ["", "a=1, b=1", "b=1, ", "b=1,b=1", 'b=1, d={"e": "y"}', 'a="u"']),
+    ],
+)  # fmt: skip
+def test_arguments_in_a_list_are_forced(name, begin, end, right, wrong):
+    """Required and optional arguments, separated; strings, lists and objects as the dialect writes them."""
+    tools = one_tool(properties=LISTED, required=["b"])
+    assert enforced_format(FORMATS[name], tools) is FORMATS[name]
+    fields = tool_grammar(tools, REQUIRED, FORMATS[name])
+    made = AnswerReader(tool_format=FORMATS[name], tool_names=frozenset("f"))
+    for text, expected in right.items():
+        assert accepts(fields, begin + text + end), text
+        assert [json.loads(call.arguments) for call in made.parse(begin + text + end).tool_calls] == [expected]
+    for text in wrong:
+        assert not accepts(fields, begin + text + end), text
+
+
+def test_a_schema_that_a_list_cannot_enforce_is_forced_in_json():
+    for schema in ({"type": "array", "items": {"type": "string"}, "minItems": 1}, {"type": "string", "maxLength": 3}):
+        assert enforced_format(FORMATS["gemma4"], one_tool(properties={"a": schema})) is FORMATS["json"]
+    assert enforced_format(FORMATS["pythonic"], one_tool(properties={"a-b": {"type": "null"}})) is FORMATS["json"]
