@@ -83,8 +83,9 @@ FORMATS = {one.name: one for one in _FORMATS}
 # Other names of vLLM for the same formats.
 ALIASES = {"qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "granite4": "hermes", "llama4_json": "llama3_json"}
 
-# Texts of chat templates that only one format has, in the order in which they are searched for.
-_DETECTED = (
+# Texts of chat templates that only one format has, in the order in which they are searched for. None: a format that no
+# parser here reads, although a later text is in it.
+_DETECTED: tuple[tuple[str, str | None], ...] = (
     ("<|channel|>", "openai"),
     ("[TOOL_CALLS]", "mistral"),
     ("<minimax:tool_call>", "minimax_m2"),
@@ -92,9 +93,11 @@ _DETECTED = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|tool_call>", "gemma4"),
     ("<|tool_call|>", "granite"),
-    ("<function=", "qwen3_coder"),
-    ("{function-name}<arg_key>", "glm47"),
-    ("<arg_key>", "glm45"),
+    ("]<]minimax[>[", None),
+    ("<parameter=", "qwen3_coder"),
+    ("</arg_key>\n", "glm45"),
+    ("</arg_key>\\n", "glm45"),
+    ("<arg_key>", "glm47"),
     ("<tool_call>", "hermes"),
     ("<|python_start|>", "llama4_pythonic"),
     ("[func_name1(", "pythonic"),

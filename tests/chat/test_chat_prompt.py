@@ -329,6 +329,11 @@ def test_the_format_is_found_from_the_template(name):
     assert detect_format(TEMPLATES[name]).name == name
 
 
+def test_formats_that_no_parser_reads_are_not_taken_for_others():
+    for template in ("", "{{ tools }}", "<function=f>{}</function>", "]<]minimax[>[<tool_call>", "<tool_calls>"):
+        assert detect_format(template) is None
+
+
 @pytest.mark.parametrize(
     ("options", "parameter"),
     [

@@ -5,9 +5,10 @@ from tests.support.tool_calls import PARAMETERS, TOOLS
 TEMPLATES = {
     "hermes": "{{ tools }} {{ enable_thinking }} {{ documents }} <tool_call>", "mistral": "{{ tools }} [TOOL_CALLS]",
     "llama3_json": "{{ tools }} <|python_tag|>", "pythonic": "{{ tools }} [func_name1(a)]", "json": "{{ tools }}",
-    "qwen3_coder": "{{ tools }} <tool_call>\n<function=f>", "seed_oss": "{{ tools }} <seed:tool_call><function=f>",
-    "glm45": "{{ tools }} <tool_call>{function-name}\n<arg_key>",
-    "glm47": "{{ tools }} <tool_call>{function-name}<arg_key>",
+    "qwen3_coder": "{{ tools }} <tool_call>\n<function=f><parameter=k>",
+    "seed_oss": "{{ tools }} <seed:tool_call><function=f>",
+    "glm45": "{{ tools }} <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>",
+    "glm47": "{{ tools }} <tool_call>f<arg_key>k</arg_key><arg_value>",
     "minimax_m2": "{{ tools }} <minimax:tool_call>", "deepseek_v32": "{{ tools }} <｜DSML｜function_calls>",
     "deepseek_v4": "{{ tools }} <｜DSML｜tool_calls>", "deepseek_v31": "{{ tools }} <｜tool▁calls▁begin｜>",
     "deepseek_v3": "{{ tools }} <｜tool▁calls▁begin｜> ```json", "kimi_k2": "{{ tools }} <|tool_calls_section_begin|>",
