@@ -458,5 +458,8 @@ def test_an_answer_in_harmony(url, engine):
         assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
         assert (message.type, message.content[0].text) == ("message", "I shall look.")
         assert (call.type, call.name, call.arguments) == ("function_call", "find", '{"q": "a"}')
+    engine.says = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>final"
+    for response in (create(url, top_logprobs=1), stream(url, top_logprobs=1)[-1].response):
+        assert "".join(token.token for token in response.output[-1].content[0].logprobs) == "final"
     for hosted in ("web_search", "code_interpreter"):
         assert hosted in refused(url, "tools[0].type", tools=[{"type": hosted}])

@@ -71,7 +71,13 @@ def streamed(url: str, **body):
     return reasoning or None, content or None, made, chunks[-1].finish_reason
 
 
-@pytest.mark.parametrize("format_name", sorted(dialects.TWO.keys() - {"deepseek_v4", "glm47"}))
+QUICK = ("kimi_k2", "openai", "qwen3_coder")
+
+
+@pytest.mark.parametrize(
+    "format_name",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(dialects.TWO.keys() - set(QUICK)))],
+)
 def test_two_calls_of_each_dialect_with_the_official_client(url, client, engine, format_name):
     """A byte at a time. The second tool has no arguments. The format is found from the template."""
     engine.tokenizer.chat_template = TEMPLATES[format_name]
