@@ -195,3 +195,13 @@ def test_invalid_parameters_raise(tokenizer, fields, parameter):
         add()
     assert caught.value.parameter == parameter
     assert not engine.has_work
+
+
+def test_other_texts_begin_and_end_reasoning():
+    """The start of a call ends it, so no end tag is forced inside the call."""
+    tags = EncodedReasoningTags(b"<t>", b"</t>", (9, 10), other_starts=(b"t>",), other_ends=(b"x<",))
+    for start, end, forced in ((10, 7, None), (11, 7, None), (10, 8, 9), (7, 7, None)):
+        budget = ReasoningBudget(tags, 2, opened=False)
+        for token in (start, 5, end, 5):
+            budget.append(token, TEXTS[token].encode())
+        assert budget.forced == forced, (start, end)

@@ -8,9 +8,13 @@ from tokenizers import AddedToken
 
 from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, ReasoningPrefix
 from jpaged.loading.tokenizer import load_tokenizer
-from jpaged.params.reasoning_tags import ReasoningTags
+from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.params.structured_outputs import StructuredOutputsParams
 from jpaged.parsers.answer_parser import AnswerReader
+from jpaged.parsers.definitions import ToolChoice, checked_tools
+from jpaged.parsers.grammar import tool_grammar
+from jpaged.parsers.harmony import MARKERS
+from jpaged.parsers.tool_formats import FORMATS
 from tests.structured import sampling
 from tests.structured.grammar_model import DEMO, SECONDS, Model, model
 
@@ -104,4 +108,35 @@ def test_tags_that_are_special_tokens(opened):
     for token_id in [*([] if opened else [start]), *hm, end, *answer]:
         assert at.accept(token_id)
     assert at.is_finished or at.is_accepting
+    made.compiler.close()
+
+
+def test_harmony_is_written_with_special_tokens():
+    """As gpt-oss writes it: reasoning or none, then the header of the final message, or of a forced call."""
+    backend = sampling.byte_level()
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in (*MARKERS, "<eos>")])
+    made = model(sampling.Wrapped(backend), backend.get_vocab_size(), (backend.token_to_id("<eos>"),), backend.decode)
+    tags = REASONING_PARSERS["openai_gptoss"]
+    tools = checked_tools([{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}])
+    ids = {tag: backend.token_to_id(tag) for tag in MARKERS}
+    call = tool_grammar(
+        tools, ToolChoice("required"), FORMATS["openai"], added_tokens=ids, special_tokens=frozenset(MARKERS)
+    )
+    reasoning, n = f"{tags.start}Hm. final{tags.end}", json.dumps({"n": 7})
+    head = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    cases = [
+        ({"json": SCHEMA}, tags.header, [tags.header + n, reasoning + tags.header + n], [n, reasoning + n]),
+        (call, "", [head + n, reasoning + head + n], [n, head + "{}", tags.header + n, reasoning + n]),
+    ]
+    for fields, header, right, wrong in cases:
+        prefix = ReasoningPrefix(tags.start, tags.end, False, header=header)
+        grammar = made.compiler.submit(StructuredOutputsParams(**fields), prefix).result(SECONDS)
+        for text in (*right, *wrong):
+            at = grammar.matcher()
+            takes = all(at.accept(token_id) for token_id in backend.encode(text, add_special_tokens=False).ids)
+            assert (takes and (at.is_finished or at.is_accepting)) == (text in right), text
+            if text in right:
+                read = AnswerReader(tool_format=FORMATS["openai"], tool_names=frozenset("f")).parse(text)
+                assert read.reasoning == ("Hm. final" if text.startswith(reasoning) else None)
+                assert (read.content or read.tool_calls[0].arguments) == n
     made.compiler.close()
