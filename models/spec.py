@@ -36,9 +36,10 @@ class NormPosition(enum.Enum):
 
 
 class QKNorm(enum.Enum):
-    """RMS norm of queries and keys, applied before rope."""
+    """RMS norm of queries and keys, applied before rope, or after it."""
 
     HEAD = "head"              # over each head; all heads share one weight vector  (Qwen 3)
+    ROTATED = "rotated"        # as HEAD, but after rope                            (Hunyuan)
     PROJECTION = "projection"  # over all heads of a token together                 (OLMo 2)
 
 
@@ -81,6 +82,23 @@ class AttentionOptions:
     softcap: float | None = None  # c: scores become c * tanh(scores / c)
     alibi_slopes: tuple[float, ...] | None = None  # one per query head: slope * (key - query position) is added
     v_dim: int | None = None      # latent attention: values are the first v_dim elements of the keys
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScaling:
+    """Queries grow with their position p: they are multiplied by 1 + beta * log(1 + floor((p + first) / length)).
+
+    Published models keep the softmax from flattening over long sequences this way (Llama 4, Ministral 3).
+    """
+
+    beta: float
+    length: int               # in tokens; the factor is 1 up to it
+    first: int = 0            # number of the first position
+    layers: tuple[bool, ...] = ()  # per layer: True = its queries grow; () = all layers
+
+    def applies(self, layer: int) -> bool:
+        """True if the layer's queries grow."""
+        return not self.layers or self.layers[layer]
 
 
 # Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
@@ -198,6 +216,7 @@ class DecoderSpec:
     position_offset: int = 0     # learned positions: row of position 0 (2 for OPT)
     sliding_window: tuple[int | None, ...] = ()  # one per layer; () = none in any layer
     attention_scale: float | None = None         # None: head_dim ** -0.5
+    query_scaling: QueryScaling | None = None    # queries grow with their position (Llama 4)
     attention_softcap: float | None = None       # c: scores become c * tanh(scores / c)
     sinks: bool = False          # attention sinks: one learned logit per head joins the softmax's sum (gpt-oss)
     final_softcap: float | None = None           # c: logits become c * tanh(logits / c)
@@ -364,7 +383,7 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
     if s.qkv_bias and s.latent is None:
         tree["qkv_bias"] = leaf(kv, s.q_per_kv + 2, s.head_dim)
     if s.qk_norm is not None:
-        heads = (1, 1) if s.qk_norm is QKNorm.HEAD else (s.num_heads, kv)
+        heads = (s.num_heads, kv) if s.qk_norm is QKNorm.PROJECTION else (1, 1)
         tree |= {name: leaf(n * s.head_dim) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
     if s.sinks:
         tree["sinks"] = leaf(s.num_heads)

@@ -12,9 +12,11 @@ from jpaged.errors import ModelLoadError
 # Architecture -> model type of the text model -> the text model's architecture.
 WRAPPERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
-    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM",
+    },
     "KimiK25ForConditionalGeneration": dict.fromkeys(("kimi_k2", "deepseek_v3"), "DeepseekV3ForCausalLM"),
-}
+}  # fmt: skip
 # Transformers' defaults that the families do not have themselves.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -24,6 +26,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {
         "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 131_072,
+    },
+    "ministral3": {
+        "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+        "num_attention_heads": 32, "max_position_embeddings": 262_144,
+    },
+    "mistral4": {
+        "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "max_position_embeddings": 1_048_576,
     },
 }  # fmt: skip
 # Keys of the wrapper that hold for the text model, if it has none of its own.

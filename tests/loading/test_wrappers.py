@@ -26,6 +26,8 @@ from tests.support.checkpoint_files import assert_same, tensors_of
 CASES = {
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
     "mistral": ("Mistral3ForConditionalGeneration", "mistral"),
+    "ministral3": ("Mistral3ForConditionalGeneration", "ministral3"),
+    "mistral4": ("Mistral3ForConditionalGeneration", "mistral4"),
     "deepseek-v3": ("KimiK25ForConditionalGeneration", "kimi_k2"),
 }
 # The published text_config of google/gemma-3-4b-it, and that of mistralai/Mistral-Small-3.1-24B-Instruct-2503.
@@ -75,7 +77,9 @@ def loaded(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("newer", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ministral3", "mistral4"))) for name in CASES]
+)
 def test_the_text_model_is_loaded(name: str, newer: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The spec and all arrays are those of the text model's own checkpoint, which Transformers' answers are for."""
     text, whole = wrap(name, tmp_path, newer)
@@ -133,9 +137,9 @@ def test_defaults_are_those_of_transformers() -> None:
     [
         ({"text_config": None}, "text_config=None must be the config of Mistral3ForConditionalGeneration's text model"),
         (
-            {"text_config": {"model_type": "ministral3"}},
-            "text_config.model_type='ministral3' inside Mistral3ForConditionalGeneration is not supported by jpaged "
-            r"\(only mistral\)",
+            {"text_config": {"model_type": "qwen3"}},
+            "text_config.model_type='qwen3' inside Mistral3ForConditionalGeneration is not supported by jpaged "
+            r"\(only mistral or ministral3 or mistral4\)",
         ),
     ],
 )
