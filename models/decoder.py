@@ -171,7 +171,7 @@ def decode(
         x, new_pages[place.page_array], choice = _layer(
             x,
             LayerContext(
-                spec, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
+                spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
                 query_factors=grown,
             ),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
@@ -257,6 +257,8 @@ def lm_head(
     if spec.pools:
         return x.astype(jnp.float32)
     logits = linear("embed" if spec.tie_embeddings else "lm_head", x, context, dtype=jnp.float32)
+    if spec.lm_head_bias:
+        logits += params["lm_head_bias"].astype(jnp.float32)
     if adapter_slots is not None:
         logits = with_lm_head_adapters(x, logits, params["adapters"][LM_HEAD], adapter_slots, num_rows)
     if spec.logit_divisor != 1:
@@ -288,6 +290,9 @@ def dense_causal_attend(
     seen = distance >= 0
     if options.window is not None:
         seen &= distance < options.window
+    if options.chunk is not None:
+        chunks = jnp.arange(length) // options.chunk
+        seen &= chunks[:, None] == chunks
     scores = jnp.where(seen, scores, -1e30)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
@@ -371,6 +376,9 @@ def run_normed_layer(
     out, pages = attend(_project(normed, context), pages, metadata, options, sinks)
     if spec.latent is not None:
         out = latent_values(spec.latent, out, context)
+    if spec.output_gates:
+        gates = jax.nn.softplus(linear("output_gate", normed, context, dtype=jnp.float32))
+        out = (out * gates.reshape(*out.shape[:2], spec.output_gates)).astype(out.dtype)
     out = linear_with_bias("o", out.reshape(x.shape[0], -1), context)
     attended = x + _scaled(spec, norm("attn_out_norm", out, NormPosition.SANDWICH, NormPosition.OUTPUT))
     attended = norm("attn_norm", attended, NormPosition.POST)
@@ -457,11 +465,11 @@ def rope_angles(
     """float32 cos and sin of each token's angles, times the attention factor of the rope scaling."""
     seq_len = positions + 1 if rope_lens is None else rope_lens
     if rope.scaling == "dynamic":
-        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim, seq_len), 1.0
+        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim(rope), seq_len), 1.0
     elif rope.scaling == "longrope":
-        frequencies, factor = rotary.longrope_inv_freq(rope, spec.rope_dim, seq_len)
+        frequencies, factor = rotary.longrope_inv_freq(rope, spec.rope_dim(rope), seq_len)
     else:
-        inv_freq, factor = rotary.inv_freq(rope, spec.rope_dim, spec.max_position)
+        inv_freq, factor = rotary.inv_freq(rope, spec.rope_dim(rope), spec.max_position)
         frequencies = jnp.asarray(inv_freq)[None, :]
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

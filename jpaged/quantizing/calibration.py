@@ -66,7 +66,8 @@ class Calibration:
         leaves = layer_vectors(self._vectors, layer) | leaves
         spec = self._spec
         growth = spec.query_scaling if spec.query_scaling is not None and spec.query_scaling.applies(layer) else None
-        return _run(spec, leaves, states, spec.attention(layer), spec.layer_rope(layer), growth, watched)
+        rope, options = spec.layer_rope(layer), spec.attention(layer)
+        return _run(spec.of_layer(layer), leaves, states, options, rope, growth, watched)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "options", "rope", "growth", "watched"))

@@ -21,7 +21,9 @@ from jpaged.models.families.gpt_neox import GPT_NEOX
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
 from jpaged.models.families.hunyuan import HUNYUAN, HUNYUAN3
+from jpaged.models.families.laguna import LAGUNA
 from jpaged.models.families.llama import LLAMA
+from jpaged.models.families.llama4 import LLAMA4
 from jpaged.models.families.minimax import MINIMAX_M2
 from jpaged.models.families.ministral import MINISTRAL3
 from jpaged.models.families.mistral import MISTRAL
@@ -32,6 +34,7 @@ from jpaged.models.families.olmo3 import OLMO3
 from jpaged.models.families.olmoe import OLMOE
 from jpaged.models.families.opt import OPT
 from jpaged.models.families.phi3 import PHI3
+from jpaged.models.families.phimoe import PHIMOE
 from jpaged.models.families.qwen2 import QWEN2
 from jpaged.models.families.qwen3 import QWEN3
 from jpaged.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -45,7 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT,
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
-    OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2,
+    OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 # Sequence classifiers: the base model with a score matrix.

@@ -31,9 +31,12 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     dim = c.get("head_dim") or hidden // heads
     q, kv = heads * dim, c["num_key_value_heads"] * dim
     kind = c["model_type"]
+    if kind == "llama4_text":
+        inter = c["intermediate_size_mlp"]
     shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}."
+        q = c.get("num_attention_heads_per_layer", [heads] * (i + 1))[i] * dim
         linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         if kind == "phi3":
             linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
@@ -47,7 +50,11 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
         if kind == "gpt_oss":
             shapes[f"{at}self_attn.sinks"] = (heads,)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "hy_v3") or c.get("use_qk_norm"):
+        if kind == "laguna":
+            shapes[f"{at}self_attn.g_proj.weight"] = (q // dim if c["gating"] is True else q, hidden)
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "hy_v3", "laguna") or (
+            kind == "glm4_moe" and c.get("use_qk_norm")
+        ):
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
         if kind == "hunyuan_v1_dense":
             shapes |= {f"{at}self_attn.{name}_layernorm.weight": (dim,) for name in ("query", "key")}
@@ -62,7 +69,8 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes |= sparse
             linears = {}
         for name, shape in linears.items():
-            shapes[f"{at}mlp.{name}.weight"] = shape
+            part = "feed_forward" if kind == "llama4_text" else "mlp"
+            shapes[f"{at}{part}.{name}.weight"] = shape
             if c.get("mlp_bias") or c.get("use_bias"):
                 shapes[f"{at}mlp.{name}.bias"] = shape[:1]
         norms = ["input_layernorm", "post_attention_layernorm"]
@@ -74,11 +82,13 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
         if kind in ("gemma2", "gemma3_text"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        parts = ("weight", "bias") if kind == "starcoder2" else ("weight",)
+        parts = ("weight", "bias") if kind in ("starcoder2", "phimoe") else ("weight",)
         shapes |= {f"{at}{name}.{part}": (hidden,) for name in norms for part in parts}
     shapes |= {f"model.norm.{part}": (hidden,) for part in parts}
     if not c.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (c["vocab_size"], hidden)
+    if c.get("lm_head_bias"):
+        shapes["lm_head.bias"] = (c["vocab_size"],)
     return shapes
 
 
@@ -196,7 +206,11 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
             shapes[f"{moe}input_linear.weight"] = (num, 2 * inter, hidden)
             shapes[f"{moe}output_linear.weight"] = (num, hidden, inter)
         return shapes
-    if kind in ("mixtral", "minimax_m2"):
+    if kind == "llama4_text":
+        return _llama4_expert_shapes(c, layer, f"{at}feed_forward.")
+    if kind == "laguna":
+        return _laguna_expert_shapes(c, layer, f"{at}mlp.")
+    if kind in ("mixtral", "minimax_m2", "phimoe"):
         inter, moe = c["intermediate_size"], f"{at}block_sparse_moe."
         shapes = {f"{moe}gate.weight": (c["num_local_experts"], hidden)}
         for e in range(c["num_local_experts"]):
@@ -257,6 +271,25 @@ def _ernie_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tu
     for e in range(num):
         shapes |= _gated_feed_forward(f"{at}experts.{e}", hidden, inter)
     return shapes | _gated_feed_forward(f"{at}shared_experts", hidden, inter * c["moe_num_shared_experts"])
+
+
+def _llama4_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
+    if (layer + 1) % c["interleave_moe_layer_step"]:
+        return None
+    num, hidden, inter = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
+    shapes = {f"{at}router.weight": (num, hidden), f"{at}experts.gate_up_proj": (num, hidden, 2 * inter)}
+    shapes[f"{at}experts.down_proj"] = (num, inter, hidden)
+    return shapes | _gated_feed_forward(f"{at}shared_expert", hidden, inter)
+
+
+def _laguna_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
+    if c["mlp_layer_types"][layer] == "dense":
+        return None
+    num, hidden, inter = c["num_experts"], c["hidden_size"], c["moe_intermediate_size"]
+    shapes = {f"{at}gate.weight": (num, hidden), f"{at}experts.e_score_correction_bias": (num,)}
+    for e in range(num):
+        shapes |= _gated_feed_forward(f"{at}experts.{e}", hidden, inter)
+    return shapes | _gated_feed_forward(f"{at}shared_expert", hidden, c["shared_expert_intermediate_size"])
 
 
 def _hunyuan_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:

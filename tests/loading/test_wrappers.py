@@ -26,10 +26,12 @@ from tests.support.checkpoint_files import assert_same, tensors_of
 CASES = {
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
     "mistral": ("Mistral3ForConditionalGeneration", "mistral"),
+    "llama4": ("Llama4ForConditionalGeneration", "llama4_text"),
     "ministral3": ("Mistral3ForConditionalGeneration", "ministral3"),
     "mistral4": ("Mistral3ForConditionalGeneration", "mistral4"),
     "deepseek-v3": ("KimiK25ForConditionalGeneration", "kimi_k2"),
 }
+NEWER = ("llama4", "ministral3", "mistral4")
 # The published text_config of google/gemma-3-4b-it, and that of mistralai/Mistral-Small-3.1-24B-Instruct-2503.
 GEMMA = {
     "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
@@ -77,9 +79,7 @@ def loaded(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("newer", [False, True])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ministral3", "mistral4"))) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEWER)) for name in CASES])
 def test_the_text_model_is_loaded(name: str, newer: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The spec and all arrays are those of the text model's own checkpoint, which Transformers' answers are for."""
     text, whole = wrap(name, tmp_path, newer)
@@ -146,5 +146,5 @@ def test_defaults_are_those_of_transformers() -> None:
 def test_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_of({"architectures": ["Mistral3ForConditionalGeneration"]} | values)
-    with pytest.raises(ModelLoadError, match="and the text models inside Gemma3ForConditionalGeneration, Mistral3"):
+    with pytest.raises(ModelLoadError, match="and the text models inside Gemma3ForConditionalGeneration, Llama4"):
         spec_of({"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}})

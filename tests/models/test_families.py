@@ -32,10 +32,11 @@ TOLERANCE = 1e-4  # on natural logarithms
 
 
 # By default one variant of each older family, DeepSeek-V3 in the format of its release, and of the newer families those
-# with a mechanism of their own: rope in pairs, queries that grow, norms after rope. All of them in .ci/run.
+# with a mechanism of their own: rope in pairs, queries that grow, norms after rope, unlike numbers of heads with gates,
+# and chunked attention. All of them in .ci/run.
 FIRST = [
     *(v for v in first_of_each_family() if v.config["model_type"] not in NEWER),
-    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "glm4", "ministral3", "hunyuan")),
+    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "glm4", "ministral3", "hunyuan", "laguna", "llama4")),
 ]
 
 
@@ -124,6 +125,16 @@ CHANGES = {
     "hunyuan": [{"qk_norm": QKNorm.HEAD}, {"rope": Rope()}],
     "hunyuan3": [("correction", False), ("scale", 1.0), {"qk_norm": None}],
     "minimax-m2": [("correction", False), ("renormalise", False), {"qk_norm": None}, {"rope": Rope()}],
+    "phimoe": [("scoring", Scoring.SOFTMAX), ("jitter", 0.01), {"lm_head_bias": False}, {"rope": Rope()}],
+    "laguna": [
+        ("scale", 1.0), ("correction", False), {"window_rope": None}, {"sliding_window": ()}, {"output_gates": 0},
+    ],
+    "laguna-elements": [("softcap", None), {"output_gates": 0}],
+    "llama4": [
+        {"attention_chunks": ()}, {"rope_layers": ()}, {"query_scaling": None}, {"qk_norm": None},
+        ("weigh_inputs", False), {"rope": Rope(theta=500000.0)},
+    ],
+    "llama4-plain": [{"attention_chunks": ()}, {"rope_layers": ()}, ("weigh_inputs", False)],
     "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
     "opt-350m": [{"norm_position": NormPosition.PRE}],
     "gpt2": [{"attention_scale": 1.0}],

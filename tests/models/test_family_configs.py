@@ -94,6 +94,19 @@ def test_family_by_architecture_then_by_model_type() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "nearest"),
+    [
+        ({"architectures": ["Glm5MoeForCausalLM"]}, "; the nearest is Glm4MoeForCausalLM; docs/adding_a_model.md says"),
+        ({"model_type": "qwen4_moe"}, "; the nearest is qwen3_moe; docs/adding_a_model.md says"),
+        ({"architectures": ["Zyx"]}, "Llama4ForConditionalGeneration.*; docs/adding_a_model.md says how to add a model"),
+    ],
+)
+def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], nearest: str) -> None:
+    with pytest.raises(ModelLoadError, match=nearest):
+        family_of(values)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("llama", {"hidden_size": ...}, "hidden_size is missing"),
@@ -185,6 +198,25 @@ def test_family_by_architecture_then_by_model_type() -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("opt-125m", {"activation_function": "gelu_10"}, "activation_function='gelu_10'"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta is missing"),
+        ("mistral4", {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}}, "yarn"),
+        ("granite4", {"layer_types": ["mamba", "attention"]}, r"layer_types=\['attention', 'mamba'\] is not supported"),
+        ("granite4", {"layer_types": ...}, r"layer_types=null \(Mamba in every layer\) is not supported"),
+        ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not supported"),
+        ("glm4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported for glm4"),
+        ("glm4-moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense", "mamba"]}, "mlp_layer_types=.* each dense or sparse"),
+        ("ernie-moe", {"use_bias": True}, "use_bias=True is not supported"),
+        ("exaone4", {"layer_types": ..., "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG' must be"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("hunyuan", {"use_cla": True}, "use_cla=True is not supported"),
+        ("minimax-m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported"),
+        ("phimoe-plain", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported for phimoe"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 6, 5]}, "must be a list of 3 multiples of num_key_value_h"),
+        ("laguna", {"gating": "none"}, "gating='none' is not supported"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
+        ("llama4", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of a Llama 4 must be llama3"),
     ],
 )
 def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
