@@ -6,35 +6,35 @@ from typing import Any
 
 from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Family
-from jpaged.models.families.bloom import BLOOM
 from jpaged.models.families.cohere import COHERE, COHERE2
 from jpaged.models.families.config import CLASSIFIER, CheckpointConfig
 from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from jpaged.models.families.ernie import ERNIE, ERNIE_MOE
+from jpaged.models.families.early.bloom import BLOOM
+from jpaged.models.families.early.falcon import FALCON
+from jpaged.models.families.early.gpt2 import GPT2
+from jpaged.models.families.early.gpt_neox import GPT_NEOX
+from jpaged.models.families.early.opt import OPT
 from jpaged.models.families.exaone import EXAONE4
-from jpaged.models.families.falcon import FALCON
 from jpaged.models.families.gemma import GEMMA, GEMMA2
 from jpaged.models.families.gemma3 import GEMMA3
-from jpaged.models.families.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
-from jpaged.models.families.gpt2 import GPT2
-from jpaged.models.families.gpt_neox import GPT_NEOX
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
-from jpaged.models.families.hunyuan import HUNYUAN, HUNYUAN3
-from jpaged.models.families.laguna import LAGUNA
 from jpaged.models.families.llama import LLAMA
-from jpaged.models.families.llama4 import LLAMA4
-from jpaged.models.families.minimax import MINIMAX_M2
 from jpaged.models.families.ministral import MINISTRAL3
 from jpaged.models.families.mistral import MISTRAL
-from jpaged.models.families.mistral4 import MISTRAL4
 from jpaged.models.families.mixtral import MIXTRAL
+from jpaged.models.families.mixtures.ernie import ERNIE, ERNIE_MOE
+from jpaged.models.families.mixtures.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
+from jpaged.models.families.mixtures.hunyuan import HUNYUAN, HUNYUAN3
+from jpaged.models.families.mixtures.laguna import LAGUNA
+from jpaged.models.families.mixtures.llama4 import LLAMA4
+from jpaged.models.families.mixtures.minimax import MINIMAX_M2
+from jpaged.models.families.mixtures.mistral4 import MISTRAL4
+from jpaged.models.families.mixtures.olmoe import OLMOE
+from jpaged.models.families.mixtures.phimoe import PHIMOE
 from jpaged.models.families.olmo2 import OLMO2
 from jpaged.models.families.olmo3 import OLMO3
-from jpaged.models.families.olmoe import OLMOE
-from jpaged.models.families.opt import OPT
 from jpaged.models.families.phi3 import PHI3
-from jpaged.models.families.phimoe import PHIMOE
 from jpaged.models.families.qwen2 import QWEN2
 from jpaged.models.families.qwen3 import QWEN3
 from jpaged.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
