@@ -4,7 +4,9 @@ Gated DeltaNet (arXiv:2412.06464) and Mamba-2 (arXiv:2405.21060) without a loop 
 position 0 of a sequence, so that a step that ends at a multiple of CHUNK does not change the chunks after it.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,19 +23,20 @@ def most_chunks(tokens: int, rows: int) -> int:
 
 
 def compute_chunk(
-    q: Callable[[], Array],
-    k: Float[Array, "chunk k_dim"],
+    q: Callable[[], Sequence[Array]],
+    k: Sequence[Array],
     v: Float[Array, "chunk v_dim"],
     decay: Float[Array, "1 chunk"],
     factor: Float[Array, "1 chunk"],
-    state: Float[Array, "k_dim v_dim"],
+    state: Sequence[Array],
     *,
     is_delta: bool,
     dot: Callable[..., Any],
-) -> tuple[Float[Array, "chunk v_dim"], Float[Array, "k_dim v_dim"]]:
+) -> tuple[Float[Array, "chunk v_dim"], tuple[Array, ...]]:
     """q . S for each token, and the state after the chunk. All arrays are float32.
 
-    q:   a function that loads q [chunk, k_dim]: until then it needs no registers.
+    k, state: in parts of k_dim: [chunk, part] and [part, v_dim] each. A GPU multiplies a part at a time.
+    q:   a function that loads q, in the same parts. Until then it needs no registers.
     dot: dot(a, b, trans_a=False, trans_b=False) multiplies in float32, with either operand transposed first.
 
     Tokens outside the row must have zeros in k, v, decay and factor: they change nothing.
@@ -46,8 +49,12 @@ def compute_chunk(
     of 1, 2, 4, ... tokens. The product of powers of the matrix would need fewer steps, but its numbers grow until
     nothing is right.
     """
-    size = k.shape[0]
+    size = k[0].shape[0]
     i, j = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+
+    def multiply(a: Sequence[Array], b: Sequence[Array], **options: bool) -> Array:
+        products = [dot(x, y, **options) for x, y in zip(a, b, strict=True)]
+        return functools.reduce(operator.add, products)
 
     def as_column(row: Array) -> Array:
         return jnp.sum(jnp.where(i == j, row, 0.0), axis=1, keepdims=True)
@@ -57,20 +64,23 @@ def compute_chunk(
     apart = jnp.where(i >= j, jnp.exp(jnp.minimum(total_column - total, 0.0)), 0.0)
     since_start = jnp.exp(total_column)
     if is_delta:
-        system = jnp.where(i > j, factors * dot(k, k, trans_b=True) * apart, 0.0)
-        inverse = jnp.where(i == j, 1.0, 0.0)
-        block = 1
-        while block < size:
-            # the lower left quarter of each block of 2 * block tokens
+        system = jnp.where(i > j, factors * multiply(k, k, trans_b=True) * apart, 0.0)
+
+        def double(level: Array, inverse: Array) -> Array:
+            """Inverses of blocks of 2 << level tokens, from those of blocks of half the size."""
+            block = jnp.int32(1) << level
+            # the lower left quarter of each block
             lower = ((i ^ j) < 2 * block) & ((i & block) != 0) & ((j & block) == 0)
-            part = jnp.where(lower, system, 0.0)
-            inverse -= part if block == 1 else dot(inverse, dot(part, inverse))
-            block *= 2
-        change = dot(inverse, factors * (v - since_start * dot(k, state)))
+            return inverse - dot(inverse, dot(jnp.where(lower, system, 0.0), inverse))
+
+        # a loop, because the compiler for GPUs would keep the matrices of all levels in registers
+        inverse = lax.fori_loop(0, size.bit_length() - 1, double, jnp.where(i == j, 1.0, 0.0))
+        change = dot(inverse, factors * (v - since_start * multiply(k, state)))
     else:
         change = factors * v
     query = q()
-    out = since_start * dot(query, state) + dot(dot(query, k, trans_b=True) * apart, change)
+    out = since_start * multiply(query, state) + dot(multiply(query, k, trans_b=True) * apart, change)
     whole = jnp.sum(decay, axis=1, keepdims=True)
-    kept = k * jnp.exp(jnp.minimum(whole - total_column, 0.0))
-    return out, jnp.exp(whole) * state + dot(kept, change, trans_a=True)
+    kept = jnp.exp(jnp.minimum(whole - total_column, 0.0))
+    new = (jnp.exp(whole) * old + dot(part * kept, change, trans_a=True) for part, old in zip(k, state, strict=True))
+    return out, tuple(new)

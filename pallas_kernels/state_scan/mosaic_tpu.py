@@ -240,7 +240,9 @@ def _chunk_kernel(
         if is_delta:
             q, k = l2_norm(q), l2_norm(k)
         decay, factor = (numbers_ref[0, 0, n : n + 1] for n in range(2))
-        out, state = compute_chunk(lambda: q, k, v, decay, factor, state_ref[0, 0], is_delta=is_delta, dot=_dot)
+        out, (state,) = compute_chunk(
+            lambda: (q,), (k,), v, decay, factor, (state_ref[0, 0],), is_delta=is_delta, dot=_dot
+        )
         state_ref[0, 0] = state
         out_ref[0, 0] = (scale * out + skip_ref[0] * v).astype(out_ref.dtype)
 

@@ -1,14 +1,15 @@
 """state_scan for NVIDIA in Pallas, lowered through Triton: two kernels, which update the states in place.
 
 - `state_step`: rows of up to FEW tokens, one after the other. A decode is one token.
-- `state_chunks`: longer rows, in chunks of CHUNK tokens as matmuls. Chunks of 64 tokens need more registers than a GPU
-  has: 6 KiB a thread were spilled. A call with `max_query_len` up to FEW leaves it out.
+- `state_chunks`: longer rows, in chunks of CHUNK tokens as matmuls. Not in a call with `max_query_len` up to FEW.
+  Its registers are still spilled: docs/decisions.md, "Layers with a state".
 
 A program has a row, a head, and a block of the state's columns, which stays in registers for all tokens of the row.
 Programs of rows that belong to the other kernel return at once.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from pallas_kernels.state_scan.chunk import FEW, compute_chunk
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 CHUNK = 32  # tokens
+PART = 32   # rows of the state in a matmul
 LEAST = 16  # least size of a Triton matmul
 STEP_NUMBERS = 4096  # of a block of the state: 32 registers for each of 128 threads
 CHUNK_COLUMNS = 32   # of a block of the state, with up to 128 rows; a chunk's own matrices need the other registers
@@ -82,22 +84,32 @@ def _kernel(
     row, head = pl.program_id(0), pl.program_id(1)
     begin, end, position = starts_ref[row], starts_ref[row + 1], positions_ref[row]
     k_dim, v_dim = states_ref.shape[2:]
-    i, column = jnp.arange(rows), pl.program_id(2) * block + jnp.arange(block)
-    has_row, has_column = i < k_dim, column < v_dim
+    column = pl.program_id(2) * block + jnp.arange(block)
+    has_column = column < v_dim
+    part = min(rows, PART) if compute is _chunks else rows
+    parts = [first + jnp.arange(part) for first in range(0, rows, part)]  # rows of the state
 
     def scan() -> None:
-        place = states_ref.at[slots_ref[row], head, i[:, None], column[None, :]]
-        mask = has_row[:, None] & has_column[None, :]
-        state = plgpu.load(place, mask=mask & (position > 0), other=0.0)
+        places = [states_ref.at[slots_ref[row], head, i[:, None], column[None, :]] for i in parts]
+        masks = [(i < k_dim)[:, None] & has_column[None, :] for i in parts]
+        states = tuple(
+            plgpu.load(place, mask=mask & (position > 0), other=0.0)
+            for place, mask in zip(places, masks, strict=True)
+        )
         key_head = lax.div(head, call.v_per_k)
 
         def load(ref: Ref, *index: Any, mask: Array) -> Array:
             return plgpu.load(ref.at[index], mask=mask, other=0.0).astype(jnp.float32)
 
-        def keys(ref: Ref, t: Array, inside: Array) -> Array:
-            across, within, at, real = _grid(t, inside, i, has_row)
-            x = load(ref, across, key_head, at, mask=within & real)
-            return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS) if call.is_delta else x
+        def keys(ref: Ref, t: Array, inside: Array) -> tuple[Array, ...]:
+            found = []
+            for i in parts:
+                across, within, at, real = _grid(t, inside, i, i < k_dim)
+                found.append(load(ref, across, key_head, at, mask=within & real))
+            if not call.is_delta:
+                return tuple(found)
+            squares = [jnp.sum(x * x, axis=-1, keepdims=True) for x in found]
+            return tuple(x * lax.rsqrt(functools.reduce(operator.add, squares) + EPS) for x in found)
 
         def inputs(t: Array, inside: Array) -> tuple[Any, ...]:
             """q (a function), k, v, decay and factor of tokens [n], or of one. Zeros outside the row and the state."""
@@ -112,8 +124,10 @@ def _kernel(
             plgpu.store(out_ref.at[across, head, v_at], result.astype(out_ref.dtype), mask=within & real_v)
 
         dot = functools.partial(plgpu.dot, precision=precision)
-        state = compute(call, begin, end, position, state, inputs, store, dot)
-        plgpu.store(place, state, mask=mask)
+        for place, mask, state in zip(
+            places, masks, compute(call, begin, end, position, states, inputs, store, dot), strict=True
+        ):
+            plgpu.store(place, state, mask=mask)
 
     few = end - begin <= FEW
     pl.when((end > begin) & (few if compute is _step else ~few))(scan)
@@ -128,37 +142,41 @@ def _grid(t: Array, inside: Array, *along: Array) -> tuple[Array, ...]:
 
 
 def _step(
-    call: ScanCall, begin: Array, end: Array, position: Array, state: Array, inputs: Any, store: Any, dot: Any
-) -> Array:
+    call: ScanCall, begin: Array, end: Array, position: Array, states: tuple[Array, ...], inputs: Any, store: Any,
+    dot: Any,
+) -> tuple[Array, ...]:  # fmt: skip
     """The state after the row's tokens, one after the other."""
     del position, dot
 
-    def add(t: Array, state: Array) -> Array:
-        q, k, v, decay, factor = inputs(t, t < end)
+    def add(t: Array, states: tuple[Array, ...]) -> tuple[Array, ...]:
+        q, (k,), v, decay, factor = inputs(t, t < end)
+        (state,) = states
         state = jnp.exp(decay) * state
         change = factor * (v - jnp.sum(k[:, None] * state, axis=0) if call.is_delta else v)
         state += k[:, None] * change[None, :]
-        store(t, t < end, jnp.sum(q()[:, None] * state, axis=0), v)
-        return state
+        (query,) = q()
+        store(t, t < end, jnp.sum(query[:, None] * state, axis=0), v)
+        return (state,)
 
-    return lax.fori_loop(begin, end, add, state)
+    return lax.fori_loop(begin, end, add, states)
 
 
 def _chunks(
-    call: ScanCall, begin: Array, end: Array, position: Array, state: Array, inputs: Any, store: Any, dot: Any
-) -> Array:
+    call: ScanCall, begin: Array, end: Array, position: Array, states: tuple[Array, ...], inputs: Any, store: Any,
+    dot: Any,
+) -> tuple[Array, ...]:  # fmt: skip
     """The state after the row's tokens, in chunks that are counted from position 0."""
     before = lax.rem(position, CHUNK)  # tokens of the first chunk that an earlier step computed
 
-    def add(n: Array, state: Array) -> Array:
+    def add(n: Array, states: tuple[Array, ...]) -> tuple[Array, ...]:
         t = begin - before + n * CHUNK + jnp.arange(CHUNK)
         inside = (t >= begin) & (t < end)
         t = jnp.clip(t, 0, call.q.shape[0] - 1)
         q, k, v, decay, factor = inputs(t, inside)
-        out, state = compute_chunk(
-            q, k, v, decay[None, :], factor[None, :], state, is_delta=call.is_delta, dot=dot
+        out, states = compute_chunk(
+            q, k, v, decay[None, :], factor[None, :], states, is_delta=call.is_delta, dot=dot
         )  # fmt: skip
         store(t, inside, out, v)
-        return state
+        return states
 
-    return lax.fori_loop(0, lax.div(before + end - begin + CHUNK - 1, CHUNK), add, state)
+    return lax.fori_loop(0, lax.div(before + end - begin + CHUNK - 1, CHUNK), add, states)

@@ -79,7 +79,7 @@ def test_scans_stay_in_place_on_a_v5e(name, max_query_len):
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == (1 if max_query_len == 1 else 2)
     assert copies(program.as_text(), states) == []
     assert memory.alias_size_in_bytes >= 4 * states.size
-    assert memory.temp_size_in_bytes < states.size
+    assert memory.temp_size_in_bytes < 2 * states.size  # half of the states: tokens gathered in chunks
 
 
 @deviceless(H200)
