@@ -6,8 +6,8 @@
 A tile is one iteration of the kernel's main loop, over keys that every query sees. *Issue cycles* are the instructions
 that one scheduler of a multiprocessor issues for a tile, one a cycle: a warp of each warp group that attends, and for
 Mosaic GPU a warp that copies. *Matmul cycles* are the tile's cycles on the tensor cores at the data sheet's rate, and
-*MUFU cycles* those of the exponentials. The largest of the three limits a tile. *Overlapped* are the instructions of a
-warp between its wait for the scores and its wait for the second matmul: they run while that matmul is in flight.
+*MUFU cycles* those of the exponentials. The largest of the three limits a tile. *Overlapped* are a warp's instructions
+after it has waited for QK, and before it waits for PV, if PV is already in flight.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def mosaic(name: str, folder: pathlib.Path) -> str:
 
 
 def triton(name: str, folder: pathlib.Path) -> str:
-    """The line of the table for Triton's prefill. A warp of 8 has an instance on each of 4 schedulers, twice."""
+    """The line of the table for Triton's prefill."""
     (kernel,) = kernels_of(*lowered.attention(name, 32, "triton", SHAPES), folder, "paged_prefill").values()
     loop = MatmulLoop.of(min((one for one in kernel.loops if any("HGMMA" in i for i in one)), key=len))
     head_dim, itemsize = SHAPES[name][1], 2

@@ -129,6 +129,17 @@ def has_small_blocks() -> bool:
     return capability is not None and (capability in ((8, 6), (8, 9)) or capability[0] == 12)
 
 
+_A100 = re.compile(r"\b(A100|A800|A30)\b")
+
+
+def is_a100() -> bool:
+    """True if a kernel is traced for a GPU of compute capability 8.0: A100, A800 or A30."""
+    described = _described_device()
+    if described is not None:
+        return _A100.search(described.device_kind) is not None
+    return nvidia_capability(default_device()) == (8, 0)
+
+
 _HOPPER = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 

@@ -86,7 +86,7 @@ class _Problem(StaticParameters):
         tile = 2 * self.keys * self.head_dim * self.itemsize
         return min(4, (SHARED_BYTES - queries) // tile)
 
-    def barrier(self, which: Any, slot: Array) -> Array:
+    def barrier(self, which: Any, slot: Array | int) -> Any:
         """Index of the barrier of a slot for keys (which=0) or values (which=1)."""
         return which * self.stages + slot
 
@@ -341,7 +341,7 @@ def _attend(
     pl.when(warp_group == 1)(functools.partial(plgpu.barrier_arrive, shared.turn.at[0]))
     plgpu.barrier_wait(shared.queries_here.at[warp_group])
 
-    def multiply_keys(scores: Ref, slot: Array) -> None:
+    def multiply_keys(scores: Ref, slot: Array | int) -> None:
         plgpu.wgmma(scores, queries, shared.tiles.at[0, slot].transpose((1, 0)))
 
     def multiply_values(sums: Ref, weights: Array, slot: Array) -> None:

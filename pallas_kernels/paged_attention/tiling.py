@@ -10,7 +10,7 @@ import pathlib
 from typing import Any
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.platforms import default_device, has_small_blocks
+from pallas_kernels.platforms import default_device, has_small_blocks, is_a100
 
 FILE = pathlib.Path(__file__).with_name("tuning.json")
 
@@ -53,10 +53,15 @@ class Tiling:
         return most if window is None else min(most, -(-(window - 1) // self.min_split_keys) + 1)
 
     @classmethod
-    def by_rule(cls, head_dim: int, itemsize: int, *, small_blocks: bool = False) -> "Tiling":
+    def by_rule(
+        cls, head_dim: int, itemsize: int, *, small_blocks: bool = False, a100: bool = False
+    ) -> "Tiling":
         """The rule for shapes that were not tuned. itemsize: bytes of a number in the matmuls.
 
         small_blocks: of `platforms.has_small_blocks`. A prefill then has no second tile in flight.
+        a100:         of `platforms.is_a100`. A prefill's warp then has 32 query rows instead of 16, because each warp
+                      reads all keys and values from shared memory, which limits an A100. Heads of 128 have tiles of 32
+                      keys: with 64, registers are spilled.
 
         A split's result (float32) is under 2% of the 512 keys and values that it read. One row of 4,096 keys and 8 KV
         heads has 64 tasks. In a decode, two tiles of 32 KiB are in flight while a third is used. That takes five
@@ -69,6 +74,8 @@ class Tiling:
         stages = 2 if small_blocks else 5
         if head_dim > 128:
             return cls(32, 64, 32, prefill_stages=stages)
+        if a100:
+            return cls(64, 128, 64 if head_dim <= 64 else 32, prefill_warps=4, prefill_stages=stages)
         return cls(64, 128, 64, prefill_warps=8, prefill_stages=stages)
 
     @classmethod
@@ -80,7 +87,9 @@ class Tiling:
     def choose(cls, q: Any, pages: KVPages) -> "Tiling":
         """The measured tiling for JAX's default device, or the rule. q, pages: arrays or ShapeDtypeStructs."""
         measured = cls.measured(default_device().device_kind, q, pages)
-        return measured or cls.by_rule(pages.head_dim, q.dtype.itemsize, small_blocks=has_small_blocks())
+        return measured or cls.by_rule(
+            pages.head_dim, q.dtype.itemsize, small_blocks=has_small_blocks(), a100=is_a100()
+        )
 
     @classmethod
     def measured(cls, device_kind: str, q: Any, pages: KVPages) -> "Tiling | None":

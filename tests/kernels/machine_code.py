@@ -43,7 +43,7 @@ class MatmulLoop:
     instructions: int
     matmul_cycles: int  # of the tensor cores
     exponentials: int   # and other special functions (MUFU)
-    overlapped: int     # instructions between the first wait for a matmul and the wait for the last matmul
+    overlapped: int     # instructions between a wait that leaves a matmul in flight and the next wait
     passes_turn: bool   # an arrival at a barrier follows the last matmul, before any wait for a matmul
     spills: int         # loads and stores of spilled registers
 
@@ -53,12 +53,13 @@ class MatmulLoop:
         names = [re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in loop]
         matmuls = [index for index, name in enumerate(names) if name.startswith("HGMMA")]
         waits = [index for index, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
+        left = [int(re.search(r"gsb0, 0x(\w+)", loop[index])[1], 16) for index in waits]
         shapes = [map(int, re.findall(r"\d+", names[index].split(".")[1])) for index in matmuls]
         return cls(
             instructions=len(loop),
             matmul_cycles=sum(m * n * k for m, n, k in shapes) // HGMMA_RATE,
             exponentials=sum(name.startswith("MUFU") for name in names),
-            overlapped=waits[-1] - waits[0] - 1,
+            overlapped=sum(end - begin - 1 for begin, end, n in zip(waits, waits[1:], left, strict=False) if n),
             passes_turn=any(name.startswith("SYNCS.ARRIVE") for name in names[matmuls[-1] : waits[0]]),
             spills=sum(name.startswith(("LDL", "STL")) for name in names),
         )
@@ -82,13 +83,18 @@ def tool(name: str) -> pathlib.Path | None:
     return next((path for folder in folders for path in pathlib.Path(folder).glob(f"*/bin/{name}")), None)
 
 
-def kernels_of(call, arguments, folder: pathlib.Path, only: str | None = None) -> dict[str, Kernel]:
-    """The kernels of a program, by name. folder: for files of the compiler. only: the kernel to assemble; None: all."""
-    compile_for(H200, call, arguments, compiler_options={"xla_dump_to": str(folder), **DUMP_PTX})
-    return kernels_in(folder, only)
+def kernels_of(
+    call, arguments, folder: pathlib.Path, only: str | None = None, *, target=H200, arch: str = "sm_90a"
+) -> dict[str, Kernel]:
+    """The kernels of a program, by name. folder: for files of the compiler. only: the kernel to assemble; None: all.
+
+    arch: the target's, as ptxas names it.
+    """
+    compile_for(target, call, arguments, compiler_options={"xla_dump_to": str(folder), **DUMP_PTX})
+    return kernels_in(folder, only, arch)
 
 
-def kernels_in(folder: pathlib.Path, only: str | None = None) -> dict[str, Kernel]:
+def kernels_in(folder: pathlib.Path, only: str | None = None, arch: str = "sm_90a") -> dict[str, Kernel]:
     """The kernels of the program that was compiled with `xla_dump_to=folder` and `DUMP_PTX`, by name.
 
     only: a regular expression of the names of kernels to assemble; None: all. Kernels with equal code have one entry.
@@ -102,7 +108,7 @@ def kernels_in(folder: pathlib.Path, only: str | None = None) -> dict[str, Kerne
             if only is not None and not re.fullmatch(only, name):
                 continue
             x, y, z, threads, shared = launches[name]
-            registers, spilled, lines = _assembled(source)
+            registers, spilled, lines = _assembled(source, arch)
             kernels[name] = Kernel(registers, spilled, x * y * z, threads, shared, _loops(lines))
     return kernels
 
@@ -128,11 +134,11 @@ def mosaic_kernel(call, arguments, folder: pathlib.Path, monkeypatch) -> MosaicK
     return MosaicKernel(registers, spilled, _loops(lines), [text for _, text in lines if text])
 
 
-def _assembled(source: pathlib.Path) -> tuple[int, int, list[tuple[str, str]]]:
+def _assembled(source: pathlib.Path, arch: str = "sm_90a") -> tuple[int, int, list[tuple[str, str]]]:
     """Registers, spilled bytes, and (label, instruction) of each line, for a file of PTX with one kernel."""
     binary = source.with_suffix(".cubin")
     report = subprocess.run(
-        [tool("ptxas"), "-v", "-arch=sm_90a", "-o", binary, source], check=True, capture_output=True, text=True
+        [tool("ptxas"), "-v", f"-arch={arch}", "-o", binary, source], check=True, capture_output=True, text=True
     ).stderr  # fmt: skip
     code = subprocess.run([tool("nvdisasm"), "-c", binary], check=True, capture_output=True, text=True).stdout
     (registers,) = re.findall(r"Used (\d+) registers", report)

@@ -63,6 +63,25 @@ def test_machine_code_of_attention(name, tmp_path):
 
 
 @with_disassembler
+@pytest.mark.parametrize("name", ["llama-3-8b", pytest.param("gqa-7-64-sinks", marks=pytest.mark.slow)])
+def test_a_prefill_for_an_a100_reads_little_shared_memory(name, tmp_path):
+    """An A100's matmuls read keys and values from shared memory, 128 bytes a cycle: fewer cycles than they compute."""
+    call = lowered.attention(name, 32, "triton")
+    prefill = kernels_of(*call, tmp_path, "paged_prefill", target=TARGETS["a100"], arch="sm_80")["paged_prefill"]
+    inside = min((loop for loop in prefill.loops if any("HMMA" in i for i in loop)), key=len)
+    warps, count = prefill.threads // 32, {name: sum(name in i for i in inside) for name in ("HMMA", "LDSM", "LDL")}
+    reading = warps * count["LDSM"] * 512 / 128
+    matmuls = warps * count["HMMA"] * 16 * 8 * 16 / 1024
+    print(f"{name}: {len(inside)} instructions, {count}, {reading:.0f} cycles to read, {matmuls:.0f} of matmuls")
+    assert reading < 0.8 * matmuls
+    assert warps // 4 * len(inside) < 1.4 * matmuls
+    assert count["LDL"] <= 8
+    # two blocks of a multiprocessor: one computes its softmax while the other one multiplies
+    assert prefill.registers * prefill.threads <= 65_536 / 2
+    assert prefill.shared_bytes + 1024 <= 167_936 / 2
+
+
+@with_disassembler
 def test_decode_programs_follow_the_card_not_the_block_table(tmp_path):
     """3 for each of 132 multiprocessors, whether requests may have 8,192 tokens or 131,072."""
     for width in (512, 8192):

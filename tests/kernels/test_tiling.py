@@ -86,6 +86,7 @@ def test_cards_with_little_shared_memory_are_known(kind, small):
         assert platforms.num_multiprocessors() == 58
         assert Tiling.choose(*call()).prefill_stages == 2  # float32
         assert (Tiling.by_rule(128, 2, small_blocks=small).prefill_stages == 2) == small
+        assert platforms.is_a100() == ("A100" in kind)
 
 
 def test_splits_of_rows_follow_their_lengths():
