@@ -99,6 +99,7 @@ class NoDevice:
     num_adapter_slots = 0
     compiles_after_ready = 0
     is_ready = True
+    text_shapes = ()
     longrope_switch_len = None
     host_slots = 0
     transfer_costs = None

@@ -398,7 +398,10 @@ def _pooling(loaded: "LoadedModel") -> Pooling | None:
     spec = loaded.spec
     if not spec.pools:
         return None
+    encoder = spec.encoder
+    about: dict[str, Any] = {"is_encoder": encoder is not None, "token_types": encoder.token_types if encoder else 0}
     if spec.num_labels is None:
-        return Pooling(spec.output_size)
+        files = loaded.sentences
+        return Pooling(spec.output_size, prompts=files.prompts, default_prompt=files.default_prompt, **about)
     labels = labels_of(loaded.config, spec.num_labels)
-    return Pooling(spec.output_size, activation_of(loaded.config, spec.num_labels), labels)
+    return Pooling(spec.output_size, activation_of(loaded.config, spec.num_labels), labels, **about)

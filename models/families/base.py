@@ -69,6 +69,7 @@ class TensorRule:
     # Share of each head, from its first dimension, that rope rotates in pairs (2i, 2i + 1) in the checkpoint. The leaf
     # has the order (i, i + half) of the kernels. Queries and keys have the same order, so q.k is the same.
     pairs: float = 0.0
+    first_layer: int = 0                 # layers before it have no such tensor, and do not use their rows of the leaf
 
     def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor. leaf: of one layer, also if the tree stacks it over layers."""
@@ -187,14 +188,15 @@ class Family:
                 continue
             rules = [rule for rule in self.rules if rule.leaf == leaf]
             if rules and "{layer}" in rules[0].name:
-                named = tuple(pair for n in range(value.shape[0]) for pair in self._rules_of(leaf, n))
+                layers = range(rules[0].first_layer, value.shape[0])
+                named = tuple(pair for n in layers for pair in self._rules_of(leaf, n))
             else:
                 named = self._rules_of(leaf, None)
             yield LeafTensors(leaf, None, named)
 
     def _rules_of(self, leaf: str, layer: int | None, experts: int = 1) -> tuple["NamedRule", ...]:
         """The rules for a leaf. experts: number of its experts; used if each expert has its own tensor."""
-        rules = [rule for rule in (*self.rules, SCORE) if rule.leaf == leaf]
+        rules = [rule for rule in self.rules if rule.leaf == leaf] or [rule for rule in (SCORE,) if rule.leaf == leaf]
         numbers = {rule: range(experts) if "{expert}" in rule.name else (None,) for rule in rules}
         return tuple(NamedRule(rule, layer, expert) for rule in rules for expert in numbers[rule])
 
