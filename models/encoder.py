@@ -38,7 +38,7 @@ class BidirectionalAttend:
 
     def __call__(
         self, projection: decoder.Projection, pages: Any, metadata: Int[Array, " rows"], options: AttentionOptions,
-        sinks: None,
+        sinks: Float[Array, " heads"] | None,
     ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:  # fmt: skip
         q, k, v = projection.finish()
         assert v is not None, "encoders have no latent attention"

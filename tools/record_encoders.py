@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.golden.checkpoints import Variant, prompts, write_checkpoint
-from tests.golden.encoders import ANSWERS, CLASSIFIERS, EMBEDDERS, SEED, token_types
+from tests.golden.encoders import ANSWERS, CLASSIFIERS, EMBEDDERS, NO, RERANKERS, SEED, YES, token_types
 
 
 def main() -> None:
@@ -29,10 +29,11 @@ def main() -> None:
     logging.disable_progress_bar()
     versions = {"transformers": transformers.__version__, "torch": torch.__version__, "numpy": np.__version__}
     models = []
-    for variant in (*EMBEDDERS, *CLASSIFIERS):
+    for variant in (*EMBEDDERS, *CLASSIFIERS, *RERANKERS):
         with tempfile.TemporaryDirectory() as folder:
             found = {"sha256": write_checkpoint(variant, SEED, Path(folder))}
-            found |= vectors(variant, folder) if variant in EMBEDDERS else scores(variant, folder)
+            answers = vectors if variant in EMBEDDERS else scores if variant in CLASSIFIERS else probabilities
+            found |= answers(variant, folder)
         models.append(f"{json.dumps(variant.name)}: {json.dumps(found, separators=(',', ':'))}")
         print(f"{variant.name:28} {list(found.values())[-1][-1][:3]}", flush=True)
     lines = ",\n".join(models)
@@ -61,12 +62,24 @@ def scores(variant: Variant, folder: str) -> dict[str, Any]:
     return found
 
 
+def probabilities(variant: Variant, folder: str) -> dict[str, Any]:
+    """Return the probability of YES after each prompt, among YES and NO, as Qwen3-Reranker's model card computes it."""
+    model, found = load(transformers.AutoModelForCausalLM, folder), []
+    for prompt in prompts(variant.config["vocab_size"]):
+        both = run(model, prompt).logits[0, -1, [NO, YES]]
+        found.append([round(torch.log_softmax(both, dim=0)[1].exp().item(), 6)])
+    return {"scores": found}
+
+
 def load(kind: Any, folder: str) -> Any:
     model, loading = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     # Transformers' base models of the RoBERTa family have a pooling layer, which nothing here uses
-    wrong = {kind: set(names) - {"pooler.dense.weight", "pooler.dense.bias"} for kind, names in loading.items()}
+    unused = {"pooler.dense.weight", "pooler.dense.bias"}
+    if model.config.tie_word_embeddings:
+        unused.add("lm_head.weight")
+    wrong = {kind: set(names) - unused for kind, names in loading.items()}
     if any(wrong.values()):
         raise SystemExit(f"Transformers does not load the checkpoint completely: {wrong}")
     return model.eval()

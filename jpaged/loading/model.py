@@ -255,6 +255,8 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
         raise ModelLoadError(
             f"{checkpoint.folder}: its metadata, converted to a config.json, is refused: {error}"
         ) from None
+    if (tokens := values.get("classifier_from_token")) is not None:
+        family = family.scored_by_tokens(spec, *_token_ids(tokens, checkpoint.folder))
     plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
     shapes, scales = functools.partial(planned_shapes, plan), read_kv_scales(checkpoint, plan.spec)
@@ -265,6 +267,21 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
         return stored
     method = (values.get("quantization_config") or {}).get("quant_method", "modelopt")
     return dataclasses.replace(stored, format="gguf" if is_gguf(checkpoint.folder) else method)
+
+
+def _token_ids(tokens: Any, folder: Path) -> list[int]:
+    """Ids of the two tokens in `classifier_from_token`: no, then yes. Raises ModelLoadError."""
+    name = "classifier_from_token"
+    if not isinstance(tokens, list | tuple) or len(tokens) != 2:
+        raise ModelLoadError(f"config.json: {name}={tokens!r} must be two tokens: that of no, then that of yes")
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ModelLoadError(f"config.json: {name}={tokens!r} needs a tokenizer, and {folder} has none")
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary:
+            raise ModelLoadError(f"config.json: {name}={tokens!r}: the tokenizer has no token {token!r}")
+    return [vocabulary[token] for token in tokens]
 
 
 def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:

@@ -1,6 +1,7 @@
 """PoolingParams, the parameters of `embed` and `classify`, and PooledModel, which describes a pooling engine."""
 
 import dataclasses
+import enum
 
 from jpaged.errors import RequestError
 
@@ -69,6 +70,14 @@ class PoolingParams:
         return self.task is not None and self.task.startswith(PER_TOKEN)
 
 
+class PairFormat(enum.Enum):
+    """How a cross-encoder reads a query and a document."""
+
+    JOINED = "joined"  # as the tokenizer joins two texts
+    TYPED = "typed"    # the same, and the tokens of the second text have type 1 (BERT)
+    QWEN3 = "qwen3"    # inside Qwen3-Reranker's instruction, which is answered with yes or no
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledModel:
     """Task, size and labels of a pooling engine."""
@@ -76,3 +85,4 @@ class PooledModel:
     task: str                    # "embed" or "classify"
     size: int                    # length of an embedding, or number of labels
     labels: tuple[str, ...] = ()  # names of a classifier's labels, in order
+    pairs: PairFormat = PairFormat.JOINED  # of a classifier with one label, which scores pairs of texts

@@ -21,7 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import BlockMove, DeviceDrafter, ReplacedLeaves, RowMask, StepPlan, StepResult
+from jpaged.engine.step_plan import (
+    BlockMove,
+    DeviceDrafter,
+    ReplacedLeaves,
+    RowMask,
+    StepPlan,
+    StepResult,
+    TextShape,
+)
 from jpaged.errors import EngineError
 from jpaged.models.draft_head import HeadSpec
 from jpaged.models.kv_scales import KVScales
@@ -101,7 +109,7 @@ class ModelRunner(EnginePrograms):
         self.windows = limits.kv_groups.windows
         self.max_num_seqs = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
-        self.text_shapes = limits.text_shapes
+        self.text_shapes: Sequence[TextShape] = limits.text_shapes
         self.max_model_len = limits.max_model_len
         self.vocab_size = self.spec.vocab_size
         self.num_devices = placement.shards.num_devices

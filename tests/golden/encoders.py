@@ -1,13 +1,14 @@
 """Tiny random encoders, and Transformers' recorded vectors and scores of `prompts`.
 
 An embedder has the mean of its hidden states and the first token's, both scaled to length 1. A classifier has the
-scores of each prompt alone, and as a pair of texts, if the model has token types: the second half has type 1.
+scores of each prompt alone, and as a pair of texts, if the model has token types: the second half has type 1. A
+reranker has the probability of YES.
 """
 
 import json
 from typing import Any
 
-from tests.golden.checkpoints import GOLDEN, Variant
+from tests.golden.checkpoints import BY_NAME, GOLDEN, Variant
 
 SEED = 0
 ANSWERS = GOLDEN / "encoders.json"
@@ -70,13 +71,23 @@ CLASSIFIERS = (
 )  # fmt: skip
 
 
+NO, YES = 7, 11  # ids of the two tokens by which a RERANKER answers
+# Causal language models that score as Qwen3-Reranker: by the probability of YES among the two tokens
+RERANKERS = (
+    BY_NAME["qwen3"], Variant("qwen3-untied", BY_NAME["qwen3"].config | {"tie_word_embeddings": False}),
+)  # fmt: skip
+
+
 def token_types(count: int) -> list[int]:
     """Types of a prompt of `count` tokens as a pair of texts."""
     return [0] * (count - count // 2) + [1] * (count // 2)
 
 
 def recorded(variant: Variant, kind: str) -> list[list[float]]:
-    """Transformers' numbers for each prompt. kind: mean or cls of an embedder, scores or pairs of a classifier."""
+    """Transformers' numbers for each prompt. kind: mean or cls of an embedder, scores or pairs of a classifier.
+
+    `scores` of a reranker are probabilities.
+    """
     return json.loads(ANSWERS.read_text())["models"][variant.name][kind]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, TokenPoolingOutput
-from jpaged.params.pooling import PER_TOKEN, PooledModel, PoolingParams
+from jpaged.params.pooling import PER_TOKEN, PairFormat, PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.params.scoring import ScoringParams
 
@@ -82,6 +82,7 @@ class Pooling:
     default_prompt: str | None = None
     is_encoder: bool = False
     token_types: int = 0                  # of an encoder: see `models.spec.Encoder`
+    pairs: PairFormat = PairFormat.JOINED # see `PooledModel`
 
     @property
     def task(self) -> str:
@@ -91,7 +92,7 @@ class Pooling:
     @property
     def model(self) -> PooledModel:
         """Task, size and labels, for the callers of the engine."""
-        return PooledModel(self.task, self.size, self.labels)
+        return PooledModel(self.task, self.size, self.labels, self.pairs)
 
     def check(self, params: PoolingParams) -> None:
         """Raise RequestError for parameters that this engine does not support."""
