@@ -8,6 +8,7 @@ import pytest
 
 from jpaged import LLM, ModelLoadError, PoolingParams, RequestError
 from jpaged.engine.strategies.pooled_outputs import activation_of
+from jpaged.loading.convert import convert, export
 from jpaged.loading.sentence_transformers import SentenceFiles
 from jpaged.models.families import spec_of
 from jpaged.text.pairs import _AFTER, _BEFORE
@@ -262,3 +263,36 @@ def test_the_activation_of_a_cross_encoder():
     assert activation_of(old, 3).value == activation_of({}, 1).value == "sigmoid"
     with pytest.raises(ModelLoadError, match="activation_fn='x' is not supported"):
         activation_of({"sentence_transformers": {"activation_fn": "x"}}, 1)
+
+
+@pytest.mark.slow
+def test_weights_of_an_encoder(tmp_path):
+    """Updates, sleep, conversion and quantisation work as for decoders. The first layer of ModernBERT has no norm."""
+    [variant] = (one for one in EMBEDDERS if one.name == "modernbert")
+    first, second, converted, restored = (tmp_path / name for name in ("first", "second", "converted", "restored"))
+    write_checkpoint(variant, SEED, first)
+    write_checkpoint(variant, SEED + 1, second)
+    texts, options = [[5, 6, 7], [8] * 20], OPTIONS | {"token_buckets": (32,), "max_model_len": 32}
+
+    def vectors(llm):
+        return [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+
+    with LLM(str(first), **options) as llm:
+        wanted = vectors(llm)
+        llm.update_weights(str(second))
+        assert vectors(llm) != wanted
+        llm.update_weights(str(first))
+        assert vectors(llm) == wanted
+        llm.sleep()
+        llm.wake_up()
+        assert vectors(llm) == wanted
+        assert llm.stats().compiles_after_ready == 0
+        assert llm.inspect().pool.used_blocks == 0
+    convert(str(first), converted)
+    with LLM(str(converted), **options) as llm:
+        assert vectors(llm) == wanted
+    export(str(converted), restored)
+    assert (restored / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    with LLM(str(first), quantization="int8", data_parallel_size=2, **options) as llm:
+        for exact, rounded in zip(wanted, vectors(llm), strict=True):
+            assert 0.999 < np.dot(exact, rounded) < 1 - 1e-7
