@@ -99,10 +99,10 @@ def make_texts() -> list[str]:
 
 
 def jpaged_engine(folder: str) -> Embed:
-    """`LLM.embed`, with the default options."""
+    """`LLM.embed`. Only the programs for this length are compiled: others would not run."""
     from jpaged import LLM
 
-    llm = LLM(folder)
+    llm = LLM(folder, max_model_len=TOKENS, token_buckets=(TOKENS,))
     llm.engine.runner.wait_until_ready()
     return lambda texts: np.array([each.outputs.embedding for each in llm.embed(texts, use_tqdm=False)])
 

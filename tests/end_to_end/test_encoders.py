@@ -295,4 +295,4 @@ def test_weights_of_an_encoder(tmp_path):
     assert (restored / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
     with LLM(str(first), quantization="int8", data_parallel_size=2, **options) as llm:
         for exact, rounded in zip(wanted, vectors(llm), strict=True):
-            assert 0.999 < np.dot(exact, rounded) < 1 - 1e-7
+            assert 0.99 < np.dot(exact, rounded) < 1 - 1e-7
