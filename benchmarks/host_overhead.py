@@ -40,7 +40,7 @@ from jpaged.engine.output.answer_text import AnswerText
 from jpaged.engine.output.detokenizer import TextDecoder, WindowDecoder, text_decoder
 from jpaged.engine.output.output_processor import OutputProcessor
 from jpaged.engine.scheduling.scheduler import Scheduler
-from jpaged.engine.step_plan import RowMask, SamplerVariant, StepPlan, StepResult
+from jpaged.engine.step_plan import RowMask, SamplerVariant, StepPlan, StepResult, TextShape
 from jpaged.frontend.build import BuiltEngine
 from jpaged.frontend.remote.host import FrontEndLink
 from jpaged.frontend.remote.messages import (
@@ -99,6 +99,7 @@ class NoDevice:
     num_adapter_slots = 0
     compiles_after_ready = 0
     is_ready = True
+    text_shapes: Sequence[TextShape] = ()
     longrope_switch_len = None
     host_slots = 0
     transfer_costs = None

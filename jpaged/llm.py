@@ -8,13 +8,14 @@ Never: calls JAX, or keeps a request after the call.
 import contextlib
 import dataclasses
 import math
+import operator
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, Unpack, cast, overload
 
 from jpaged.chat.prompt import RenderOptions
 from jpaged.chat.turn import ChatFormats, chat_turn
@@ -44,6 +45,7 @@ from jpaged.outputs import (
     PoolingRequestOutput,
     RequestOutput,
     ScoreOutput,
+    ScoringOutput,
     WeightUpdate,
     WeightVersion,
     joined_updates,
@@ -56,6 +58,7 @@ from jpaged.parsers.definitions import checked_tool_choice, checked_tools
 from jpaged.phases import told_start
 from jpaged.routing import ROUTERS, prefix_names
 from jpaged.snapshot import EngineSnapshot
+from jpaged.text.pairs import check_scores, pair_prompt, text_pairs
 
 Message = Mapping[str, Any]  # role and content
 Params = SamplingParams | PoolingParams | ScoringParams
@@ -129,6 +132,13 @@ class LLM(EngineAccess):
         outputs = self._answer(prompts, "sampling_params", params, use_tqdm, priority, lora_request)
         return cast(list[RequestOutput], outputs)
 
+    @overload
+    def score(
+        self, prompts: str | Sequence[str], sampling_params: str | Sequence[str], *, instruction: str | None = None,
+        use_tqdm: UseTqdm = True,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]: ...  # fmt: skip
+
+    @overload
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -137,10 +147,21 @@ class LLM(EngineAccess):
         num_prompt_tokens: int | Sequence[int] = 1,
         use_tqdm: UseTqdm = True,
         lora_request: LoRARequests = None,
-    ) -> list[ScoreOutput]:
-        """Return how likely the tokens of each text are, given the tokens before them. One output per text, in order.
+    ) -> list[ScoreOutput]: ...
 
-        They are the log-probabilities that `generate` returns for an answer, and in float32 on CPU equal bit for bit.
+    def score(
+        self, prompts: Any, sampling_params: Any = None, *, num_prompt_tokens: int | Sequence[int] = 1,
+        use_tqdm: UseTqdm = True, lora_request: LoRARequests = None, instruction: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Score texts: `score(query, documents)` with a pooling engine, else `score(texts, sampling_params)`.
+
+        score(query, documents): how well each document fits the query, or its own query of a list. One output per
+        document, in order, with `outputs.score`: a cross-encoder's probability, or the cosine of two embeddings.
+        instruction: of Qwen3-Reranker, what a document must meet.
+
+        score(texts, sampling_params): how likely the tokens of each text are, given the tokens before them. One output
+        per text, in order. They are the log-probabilities that `generate` returns for an answer, and in float32 on CPU
+        equal bit for bit.
 
         prompts:           a prompt and its answer, as one list of token ids; or a text, as for `generate`. At most
             max_model_len - 1 tokens.
@@ -152,6 +173,8 @@ class LLM(EngineAccess):
 
         Raises the errors of `generate`.
         """
+        if self.pooling is not None:
+            return self._score_pairs(prompts, sampling_params, instruction, use_tqdm)
         each = prompt_list(prompts)
         given = one_each("sampling_params", sampling_params, len(each))
         counts = one_each("num_prompt_tokens", num_prompt_tokens, len(each))
@@ -504,6 +527,28 @@ class LLM(EngineAccess):
         tasks = [dataclasses.replace(params, task=task or params.task or own) for params in each]
         return self._answer(prompts, "pooling_params", tasks if isinstance(given, Sequence) else tasks[0], use_tqdm)
 
+    def _score_pairs(
+        self, query: Any, documents: Any, instruction: str | None, use_tqdm: UseTqdm
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """`score` of a pooling engine."""
+        assert self.pooling is not None
+        check_scores(self.pooling, instruction)
+        if documents is None:
+            raise RequestError("documents", None, "is missing: a pooling engine scores with score(query, documents)")
+        queries, others = text_pairs(query, documents)
+        if self.pooling.task == "embed":
+            distinct = list(dict.fromkeys((*queries, *others)))
+            by_text = dict(zip(distinct, self.embed(distinct, use_tqdm=use_tqdm), strict=True))
+            return [_cosine(by_text[one], by_text[other]) for one, other in zip(queries, others, strict=True)]
+        if self._tokenizer is None:
+            raise RequestError("query", query, "the model has no tokenizer: start with the option tokenizer")
+        prompts = [
+            pair_prompt(self._tokenizer, self.pooling.pairs, one, other, instruction)
+            for one, other in zip(queries, others, strict=True)
+        ]
+        outputs = self.classify(prompts, use_tqdm=use_tqdm)
+        return [cast(Any, dataclasses.replace(each, outputs=ScoringOutput(each.outputs.probs[0]))) for each in outputs]
+
     def _answer(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -665,6 +710,15 @@ def generate(
                     raise RequestError("prompts", prompt, "live arrays come without a tokenizer: name one (tokenizer=)")
     with LLM(model, params=params, **engine_options) as llm:
         return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+def _cosine(
+    query: PoolingRequestOutput[EmbeddingOutput], document: PoolingRequestOutput[EmbeddingOutput]
+) -> PoolingRequestOutput[ScoringOutput]:
+    """The score of a pair of embeddings of length 1."""
+    score = math.fsum(map(operator.mul, query.outputs.embedding, document.outputs.embedding))
+    ids = query.prompt_token_ids + document.prompt_token_ids
+    return cast(Any, dataclasses.replace(document, prompt_token_ids=ids, outputs=ScoringOutput(score)))
 
 
 def _sequence(prompt_token_ids: list[int], prompt: str | None, answer: CompletionOutput) -> BeamSearchSequence:

@@ -222,6 +222,13 @@ class ClassificationOutput:
         return len(self.probs)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How well a document fits a query."""
+
+    score: float  # of a cross-encoder: its probability; of an embedding model: the cosine of two embeddings
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenPoolingOutput:
     """A vector for each token of the prompt: an embedding, or one number per label."""
@@ -239,7 +246,7 @@ class PoolingRequestOutput(Generic[PooledT]):
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
-    outputs: PooledT    # EmbeddingOutput, ClassificationOutput or TokenPoolingOutput; None if the request was aborted
+    outputs: PooledT    # EmbeddingOutput, ClassificationOutput, ScoringOutput or TokenPoolingOutput; None: aborted
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved computing

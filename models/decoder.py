@@ -40,6 +40,7 @@ from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import (
     AttentionOptions,
     DecoderSpec,
+    Encoder,
     Norm,
     NormPosition,
     Params,
@@ -48,7 +49,7 @@ from jpaged.models.spec import (
     Rope,
     WeightLayout,
 )
-from pallas_kernels import norm_and_rope, rms_norm
+from pallas_kernels import activate, norm_and_rope, rms_norm
 
 MIN_SCORES = 8  # minimum number of outputs of a classifier's matmul; see `lm_head`
 
@@ -120,6 +121,7 @@ def decode(
     first_layer: int = 0,
     capture: tuple[int, ...] = (),
     adapter_slots: Int[Array, " tokens"] | None = None,
+    token_types: Int[Array, " tokens"] | None = None,
 ) -> tuple[
     Float[Array, "tokens hidden"], tuple[Pages, ...], tuple[Int[Array, "tokens per_token"], ...],
     *tuple[Float[Array, "tokens hidden"], ...],
@@ -145,6 +147,7 @@ def decode(
                layer i - 1, and the input of layer 0 is the embedding. The number of layers gives the last layer's
                output. EAGLE-3 checkpoints count so, too. A pipeline stage returns those of its own layers.
     adapter_slots: slot of each token's adapter in the pools `params["adapters"]`. None: there are no adapters.
+    token_types: rows of the token-type embedding. None: the model has none.
     """
     pools, targets = params.get("adapters", {}), ()
     if adapter_slots is not None:
@@ -152,7 +155,7 @@ def decode(
     x = hidden
     if x is None:
         context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
-        x = _embed(context, token_ids, positions, adapter_slots)
+        x = _embed(context, token_ids, positions, adapter_slots, token_types=token_types)
     layers = range(first_layer, first_layer + len(params["layers"]))
     ropes = {rope for i in layers if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
@@ -166,6 +169,8 @@ def decode(
         rope = spec.layer_rope(i)
         cos, sin = (None, None) if rope is None else angles[rope]
         leaves = matrices | layer_vectors(params, i - first_layer)
+        if i == 0 and not spec.first_norm:
+            del leaves["attn_norm"], leaves["attn_norm_bias"]
         adapters = None if adapter_slots is None else layer_adapters(pools, targets, adapter_slots, i)
         grown = factors if spec.query_scaling is not None and spec.query_scaling.applies(i) else None
         x, new_pages[place.page_array], choice = _layer(
@@ -241,13 +246,16 @@ def lm_head(
 ) -> Float[Array, "rows output"]:
     """float32 logits of the hidden states: final norm, then the output matrix.
 
-    A pooling model returns the hidden states after the final norm, or a classifier's scores [rows, num_labels].
+    A pooling model returns the hidden states after the final norm, or a classifier's scores [rows, num_labels]. An
+    encoder's hidden states have their final norm already.
 
     shards:   with several, the logits are of this device's part of the vocabulary, which may end with padding.
     num_rows: number of needed rows, which come first. None: all.
     adapter_slots: slot of each row's adapter, as in `decode`.
     """
     context = LayerContext(spec, layout, params, num_rows=num_rows, shards=shards)
+    if spec.encoder is not None:
+        return encoder_output(spec.encoder, hidden, context)
     x = normalise("final_norm", hidden, context) if spec.final_norm else hidden
     if "project_out" in params:
         x = linear("project_out", x, context)
@@ -264,6 +272,19 @@ def lm_head(
     if spec.logit_divisor != 1:
         logits /= spec.logit_divisor
     return softcap(logits, spec.final_softcap)
+
+
+def encoder_output(
+    encoder: Encoder, x: Float[Array, "rows hidden"], context: LayerContext
+) -> Float[Array, "rows output"]:
+    """`lm_head` of an encoder: the vectors themselves, or a classifier's scores."""
+    if context.spec.num_labels is None:
+        return x.astype(jnp.float32)
+    if encoder.head is not None:
+        x = activate(encoder.head.value, linear_with_bias("head", x, context))
+        x = normalise("head_norm", x, context) if encoder.head_norm else x
+    scores = linear("score", x, context, dtype=jnp.float32, min_outputs=MIN_SCORES)
+    return add(scores, context.params.get("score_bias"))
 
 
 def dense_causal_attend(
@@ -312,6 +333,7 @@ LAYER_VECTORS = (
 def _embed(
     context: LayerContext, token_ids: Int[Array, " tokens"], positions: Int[Array, " tokens"],
     adapter_slots: Int[Array, " tokens"] | None = None, *, in_loop: bool = False,
+    token_types: Int[Array, " tokens"] | None = None,
 ) -> Float[Array, "tokens hidden"]:  # fmt: skip
     spec, params = context.spec, context.params
     x = take_rows("embed", token_ids, context, in_loop=in_loop)
@@ -321,11 +343,11 @@ def _embed(
         x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:
         x = linear("project_in", x, context)
-    if spec.embed_norm:
-        x = normalise("embed_norm", x, context)
+    if token_types is not None:
+        x += jnp.take(params["type_embed"], token_types, axis=0, mode="clip")
     if spec.learned_positions:
         x += jnp.take(params["pos_embed"], positions + spec.position_offset, axis=0, mode="clip")
-    return x
+    return normalise("embed_norm", x, context) if spec.embed_norm else x
 
 
 @functools.partial(jax.jit, static_argnames=("options", "attend"))
@@ -352,6 +374,7 @@ def _run_layer(
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
     """Attention and feed-forward network, with norms and residual sums. Without experts, the third result is None."""
     is_first = context.spec.norm_position in (NormPosition.PRE, NormPosition.SANDWICH)
+    is_first &= "attn_norm" in context.params  # `DecoderSpec.first_norm`
     normed = normalise("attn_norm", x, context) if is_first else x
     return run_normed_layer(x, normed, context, pages, metadata, options, attend)
 

@@ -50,6 +50,7 @@ class Activation(enum.Enum):
     GELU = "gelu"            # exact, with erf
     GELU_TANH = "gelu_tanh"  # the tanh approximation ("gelu_new", "gelu_pytorch_tanh")
     RELU = "relu"
+    TANH = "tanh"            # only of the layer before an encoder's score matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,30 @@ class Latent:
     interleaved: bool = True     # rope pairs dimensions 2i and 2i + 1, not i and i + half
 
 
+class TextPooling(enum.Enum):
+    """How the hidden states of a text become one vector. Values are Sentence Transformers' names."""
+
+    MEAN = "mean"       # of all tokens
+    CLS = "cls"         # the first token
+    LAST = "lasttoken"
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """A bidirectional encoder (BERT, arXiv:1810.04805): each token sees all tokens of its text. It samples nothing.
+
+    A spec with an encoder has no KV, `pools`, and a `sliding_window` of 2n + 1 keys: n on each side of the query.
+    """
+
+    pooling: TextPooling = TextPooling.MEAN
+    max_length: int | None = None    # tokens of the longest text that it was trained with; None: `max_position`
+    token_types: int = 0             # rows of the token-type embedding; 0: there is none
+    head: Activation | None = None   # a dense layer before the score matrix, with this activation; None: no layer
+    head_bias: bool = False
+    head_norm: bool = False          # a norm after the activation (ModernBERT)
+    score_bias: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A pipeline stage: layers with their own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
@@ -187,7 +212,7 @@ ALONE = Stage()  # the only stage
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer. Hashable, because it is a static argument of compiled programs."""
+    """A decoder-only transformer, or an encoder. Hashable, because it is a static argument of compiled programs."""
 
     vocab_size: int
     hidden_size: int
@@ -203,6 +228,7 @@ class DecoderSpec:
     parallel_residual: bool = False  # x + attention(norm(x)) + feed_forward(norm(x))  (GPT-NeoX)
     shared_norm: bool = False    # parallel_residual with one norm for both (Falcon-7B)
     embed_norm: bool = False     # a norm after the embedding (Bloom)
+    first_norm: bool = True      # False: no norm before the first layer's attention (ModernBERT)
     final_norm: bool = True
     activation: Activation = Activation.SILU
     gated: bool = True           # act(gate) * up, else act(up)
@@ -240,6 +266,7 @@ class DecoderSpec:
     lm_head_bias: bool = False   # (Phi-3.5-MoE)
     pools: bool = False          # returns hidden states after the final norm, not logits, and has no lm_head
     num_labels: int | None = None  # sequence classifier: labels of the score matrix, which follows the final norm
+    encoder: Encoder | None = None  # None: a decoder, with causal attention over KV pages
 
     @property
     def output_size(self) -> int:
@@ -352,12 +379,30 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
         tree["pos_embed"] = leaf(s.max_position + s.position_offset, hidden)
     if embed != hidden:
         tree |= {"project_in": leaf(hidden, embed), "project_out": leaf(embed, hidden)}
+    if s.encoder is not None:
+        tree |= _encoder_shapes(s, s.encoder, leaf)
     if s.num_labels is not None:
         tree["score"] = leaf(s.num_labels, embed)
     elif not (s.tie_embeddings or s.pools):
         tree["lm_head"] = leaf(s.vocab_size, embed)
     if s.lm_head_bias and not s.pools:
         tree["lm_head_bias"] = leaf(s.vocab_size)
+    return tree
+
+
+def _encoder_shapes(s: DecoderSpec, e: Encoder, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves that only encoders have: the embedding of token types, and the parts around the score matrix."""
+    tree: Params = {"type_embed": leaf(e.token_types, s.hidden_size)} if e.token_types else {}
+    if s.num_labels is None:
+        return tree
+    if e.head is not None:
+        tree["head"] = leaf(s.hidden_size, s.hidden_size)
+        if e.head_bias:
+            tree["head_bias"] = leaf(s.hidden_size)
+        if e.head_norm:
+            tree |= {"head_norm": leaf(s.hidden_size), "head_norm_bias": leaf(s.hidden_size)}
+    if e.score_bias:
+        tree["score_bias"] = leaf(s.num_labels)
     return tree
 
 

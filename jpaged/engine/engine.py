@@ -482,7 +482,7 @@ class Engine:
         )  # fmt: skip
         limits = SchedulerLimits(
             runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len,
-            runner.num_stages, runner.max_drafts, runner.num_adapter_slots,
+            runner.num_stages, runner.max_drafts, runner.num_adapter_slots, tuple(runner.text_shapes),
         )
         self.scheduler = Scheduler(
             self._manager, limits, options.scheduling, counters=counters, speculation=self._speculation(),

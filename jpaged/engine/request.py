@@ -159,6 +159,7 @@ class Request:
     arrival: int = -1              # position in the order of arrival; set by `admit`
     is_beam: bool = False          # the host chooses the next token, from the candidates of all beams
     pools_tokens: bool = False     # the answer has a vector for each token of the prompt
+    type_1_from: int | None = None # position of the first token of type 1, in a pair of texts; None: it has none
     # The prompt is a text to score, from this token on (at least 1). None: the request generates, or is pooled.
     score_from: int | None = None
     scores_processed: bool = False # score by the distribution from which `params` samples, not by the model's own

@@ -13,7 +13,7 @@ Never: imports anything of `engine` or `runtime`.
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,13 @@ class BlockMove(enum.IntEnum):
     COPY = 0       # block to block: copy on write
     TO_HOST = 1    # block to slot of the host tier
     TO_DEVICE = 2  # slot of the host tier to block
+
+
+class TextShape(NamedTuple):
+    """Texts that an encoder computes in one step: all are padded to the same length."""
+
+    length: int  # slots of each text, in tokens
+    rows: int    # texts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,6 +244,8 @@ class StepPlan:
     drafts: DraftPlan | None = None  # not None: a verify step
     model_drafts: ModelDraftPlan | None = None  # work of a draft model, before the step
     head: HeadPlan | None = None                # work of a draft head, after the step
+    # int32[R]  of an encoder: position of the row's first token of type 1, its length if it has none. Else empty
+    type_1_from: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def decodes_only(self) -> bool:
@@ -339,6 +348,7 @@ class Runner(Protocol[HandleT]):
     windows: tuple[int | None, ...]
     max_num_seqs: int            # rows of the request table
     max_num_batched_tokens: int  # token budget of a plan
+    text_shapes: Sequence[TextShape]  # of an encoder's programs, by length, then by rows; empty: a decoder
     num_stages: int              # pipeline stages, which compute a step one after another
     max_model_len: int
     vocab_size: int

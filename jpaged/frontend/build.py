@@ -26,7 +26,7 @@ from jpaged.frontend.traced_calls import refuse_tracing
 from jpaged.lifetime import not_using_device
 from jpaged.outputs import WeightVersion
 from jpaged.params.logits_processors import LogitsProcessor, logits_processors
-from jpaged.params.pooling import PoolingParams
+from jpaged.params.pooling import PairFormat, PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.phases import phase
 
@@ -398,7 +398,13 @@ def _pooling(loaded: "LoadedModel") -> Pooling | None:
     spec = loaded.spec
     if not spec.pools:
         return None
+    encoder = spec.encoder
+    about: dict[str, Any] = {"is_encoder": encoder is not None, "token_types": encoder.token_types if encoder else 0}
     if spec.num_labels is None:
-        return Pooling(spec.output_size)
+        files = loaded.sentences
+        return Pooling(spec.output_size, prompts=files.prompts, default_prompt=files.default_prompt, **about)
     labels = labels_of(loaded.config, spec.num_labels)
-    return Pooling(spec.output_size, activation_of(loaded.config, spec.num_labels), labels)
+    pairs = PairFormat.TYPED if about["token_types"] > 1 else PairFormat.JOINED
+    if loaded.config.get("is_original_qwen3_reranker"):
+        pairs = PairFormat.QWEN3
+    return Pooling(spec.output_size, activation_of(loaded.config, spec.num_labels), labels, pairs=pairs, **about)

@@ -96,6 +96,8 @@ class Check:
         if expected is None:
             _need_torch()
         model = load_model(EngineConfig(model=self.model, dtype="float32", runner=self.runner))
+        if model.spec.encoder is not None:
+            raise ModelLoadError(f"{model.source} is an encoder: this check compares decoders")
         if expected is None:
             expected = transformers_answers(model, self._token_ids(model))
             if self.record is not None:

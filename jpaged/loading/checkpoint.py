@@ -31,14 +31,26 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         if required:
             raise ModelLoadError(f"{path} is missing: model must be a folder with a Hugging Face checkpoint")
         return {}
-    try:
-        check_file(path, MAX_JSON)
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from None
+    value = _parsed(path)
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must contain a JSON object, not a {type(value).__name__}")
     return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Read a JSON array. A missing file gives []. Raises ModelLoadError for anything else."""
+    value = _parsed(path) if path.is_file() else []
+    if not isinstance(value, list):
+        raise ModelLoadError(f"{path} must contain a JSON array, not a {type(value).__name__}")
+    return value
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        check_file(path, MAX_JSON)
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from None
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.errors import RequestError
-from jpaged.loading.hub import MODEL_FILES, PARTIAL, POOLING, TOKENIZER_FILES
+from jpaged.loading.hub import MODEL_FILES, PARTIAL, TOKENIZER_FILES
 from jpaged.loading.safetensors_file import DTYPES, SafetensorsFile
 
 SPARE = 1 << 20  # bytes for files other than arrays
@@ -64,9 +64,10 @@ def copy_small_files(folder: Path, out: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns):
             shutil.copyfile(path, out / path.name)
-    if (folder / POOLING).is_file():
-        (out / POOLING).parent.mkdir()
-        shutil.copyfile(folder / POOLING, out / POOLING)
+    for path in folder.glob("*Pooling/config.json"):
+        copied = out / path.relative_to(folder)
+        copied.parent.mkdir()
+        shutil.copyfile(path, copied)
 
 
 def create_safetensors(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:

@@ -23,9 +23,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZER_FILES = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
 )  # fmt: skip
-POOLING = "1_Pooling/config.json"  # Sentence Transformers' file with the pooling mode
+# Files of Sentence Transformers: see `loading/sentence_transformers.py`
+POOLING = "1_Pooling/config.json"
+MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+TEXT_LENGTH = "sentence_bert_config.json"
 CONFIG = "config.json"
-MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING)
+MODEL_FILES = (
+    CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", POOLING, MODULES, PROMPTS,
+    TEXT_LENGTH,
+)  # fmt: skip
 # Only the sub-folder 1_Pooling is needed (see POOLING). consolidated* repeats the weights under other names.
 _UNWANTED = ("[!1]*/*", "1*/*.safetensors*", "1*/*.model", "consolidated*")
 

@@ -29,10 +29,11 @@ from jpaged.loading.checkpoint import TensorSource, is_converted, read_json
 from jpaged.loading.dtypes import checkpoint_dtype, resolve_dtype
 from jpaged.loading.dummy import dummy_weights
 from jpaged.loading.gguf_checkpoint import GgufCheckpoint
-from jpaged.loading.hub import CONFIG, POOLING, find_config, find_model, find_tokenizer, is_gguf
+from jpaged.loading.hub import CONFIG, find_config, find_model, find_tokenizer, is_gguf
 from jpaged.loading.kv_scales import read_kv_scales
 from jpaged.loading.live import check_live, config_values, without_head_axes
 from jpaged.loading.live_devices import devices_of_arrays, live_placer, place_tree
+from jpaged.loading.sentence_transformers import NO_FILES, SentenceFiles
 from jpaged.loading.source import open_source
 from jpaged.loading.tokenizer import check_vocabulary, load_tokenizer
 from jpaged.loading.trees import is_engine_tree, read_tree, refuse_layout
@@ -75,6 +76,7 @@ class LoadedModel:
     stored_spec: DecoderSpec | None = None  # before `split_spec`; None: as `spec`
     placer: LeafPlacer | None = None  # has placed `params`, and places new weights
     stored_kv_scales: KVScales | None = None  # before `pad_kv_scales`
+    sentences: SentenceFiles = NO_FILES  # files of Sentence Transformers in the folder
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -117,12 +119,11 @@ def _from_checkpoint(
     with open_weights(config, path) as (values, weights):
         generation_config = _generation_config(path, values, weights.spec.vocab_size)
         dtype = resolve_dtype(config.dtype, weights.dtype, weights.spec)
-        if weights.spec.pools and weights.spec.num_labels is None:
-            _check_pooling(path)
+        sentences = NO_FILES if is_gguf(path) or not weights.spec.pools else SentenceFiles.read(path)
         check_quantization(config, weights.format)
         shards = shards_of(config)
         check_deterministic(config, weights.format, dtype, jax.default_backend())
-        spec = split_spec(weights.spec, shards)
+        spec = sentences.applied(split_spec(weights.spec, shards), path)
         quantizer = placer_for(quantizer_of(config, jax.default_backend()), config, weights.spec, chosen=devices)
         if check is not None:
             check(spec, weights.shapes(dtype, quantizer))
@@ -149,6 +150,7 @@ def _from_checkpoint(
         stored_spec=weights.spec,
         placer=quantizer,
         stored_kv_scales=weights.kv_scales,
+        sentences=sentences,
     )
 
 
@@ -253,6 +255,8 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
         raise ModelLoadError(
             f"{checkpoint.folder}: its metadata, converted to a config.json, is refused: {error}"
         ) from None
+    if (tokens := values.get("classifier_from_token")) is not None:
+        family = family.scored_by_tokens(spec, *_token_ids(tokens, checkpoint.folder))
     plan = plan_weights(family, spec, family.constants(reader), checkpoint)
     load = functools.partial(load_weights, plan, checkpoint)
     shapes, scales = functools.partial(planned_shapes, plan), read_kv_scales(checkpoint, plan.spec)
@@ -265,12 +269,26 @@ def _stored(values: dict[str, Any], checkpoint: TensorSource, runner: str) -> St
     return dataclasses.replace(stored, format="gguf" if is_gguf(checkpoint.folder) else method)
 
 
+def _token_ids(tokens: Any, folder: Path) -> list[int]:
+    """Ids of the two tokens in `classifier_from_token`: no, then yes. Raises ModelLoadError."""
+    name = "classifier_from_token"
+    if not isinstance(tokens, list | tuple) or len(tokens) != 2:
+        raise ModelLoadError(f"config.json: {name}={tokens!r} must be two tokens: that of no, then that of yes")
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ModelLoadError(f"config.json: {name}={tokens!r} needs a tokenizer, and {folder} has none")
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary:
+            raise ModelLoadError(f"config.json: {name}={tokens!r}: the tokenizer has no token {token!r}")
+    return [vocabulary[token] for token in tokens]
+
+
 def for_runner(spec: DecoderSpec, runner: str) -> DecoderSpec:
     """Return the spec for `EngineConfig.runner`. Raises ModelLoadError if the model does not support the runner."""
     if runner == "generate" and spec.pools:
-        raise ModelLoadError(
-            "runner='generate': the model is a sequence classifier and has no lm_head: leave runner out"
-        )
+        kind = "a sequence classifier" if spec.encoder is None else "an encoder"
+        raise ModelLoadError(f"runner='generate': the model is {kind} and has no lm_head: leave runner out")
     return dataclasses.replace(spec, pools=True) if runner == "pooling" else spec
 
 
@@ -329,19 +347,6 @@ def _from_live(
         stored_spec=spec,
         placer=placer,
     )
-
-
-def _check_pooling(folder: Path) -> None:
-    """Raise ModelLoadError for a model that Sentence Transformers does not pool by the last token."""
-    values = read_json(folder.joinpath(POOLING))
-    begin = "pooling_mode_"
-    modes = [values["pooling_mode"]] if "pooling_mode" in values else []
-    modes += [name.removeprefix(begin) for name, value in values.items() if name.startswith(begin) and value is True]
-    if modes not in ([], ["lasttoken"]):
-        raise ModelLoadError(
-            f"{folder / POOLING}: pooling by {', '.join(map(str, modes))} is not supported by jpaged (only lasttoken): "
-            "use another checkpoint"
-        )
 
 
 def _config_of(path: Path) -> dict[str, Any]:

@@ -301,6 +301,8 @@ def assemble(
     host = aligned_empty(leaf_plan.shape, dtype)
     if leaf_plan.constant is not None:
         host[...] = leaf_plan.constant
+    elif any(tensor.rule.first_layer for tensor in leaf.tensors):
+        host[...] = 0  # rows of layers that have no tensor
     for tensor, name in zip(leaf.tensors, leaf_plan.files, strict=True):
         with np.errstate(over="ignore"):  # overflow is checked below
             tensor.rule.store(checkpoint.array(name), leaf.block(host, tensor))

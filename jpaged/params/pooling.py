@@ -1,6 +1,7 @@
 """PoolingParams, the parameters of `embed` and `classify`, and PooledModel, which describes a pooling engine."""
 
 import dataclasses
+import enum
 
 from jpaged.errors import RequestError
 
@@ -29,6 +30,10 @@ class PoolingParams:
     """"embed" or "classify"; "token_embed" or "token_classify" for a vector of each token. `LLM.embed`, `LLM.classify`
     and `LLM.encode` set it. None: the model's own task."""
 
+    prompt_name: str | None = None
+    """Name of a prompt in the model's config_sentence_transformers.json, a text that is put before the text to embed.
+    "": none. None: the prompt that the file names as its default, if any."""
+
     truncate_prompt_tokens: int | None = None
     """Keep at most this many tokens of the prompt, at least 1; -1: as many as the model takes. None: all. Special
     tokens that the tokenizer adds around a text are counted, and are kept."""
@@ -49,6 +54,8 @@ class PoolingParams:
                 raise RequestError(name, getattr(self, name), "must be True or False")
         if self.task is not None and self.task not in TASKS:
             raise RequestError("task", self.task, f"must be {', '.join(TASKS)}, or None")
+        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
+            raise RequestError("prompt_name", self.prompt_name, "must be a text, or None")
         kept = self.truncate_prompt_tokens
         if kept is not None and (type(kept) is not int or (kept < 1 and kept != -1)):
             raise RequestError("truncate_prompt_tokens", kept, "must be a whole number of at least 1, -1, or None")
@@ -63,6 +70,14 @@ class PoolingParams:
         return self.task is not None and self.task.startswith(PER_TOKEN)
 
 
+class PairFormat(enum.Enum):
+    """How a cross-encoder reads a query and a document."""
+
+    JOINED = "joined"  # as the tokenizer joins two texts
+    TYPED = "typed"    # the same, and the tokens of the second text have type 1 (BERT)
+    QWEN3 = "qwen3"    # inside Qwen3-Reranker's instruction, which is answered with yes or no
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledModel:
     """Task, size and labels of a pooling engine."""
@@ -70,3 +85,4 @@ class PooledModel:
     task: str                    # "embed" or "classify"
     size: int                    # length of an embedding, or number of labels
     labels: tuple[str, ...] = ()  # names of a classifier's labels, in order
+    pairs: PairFormat = PairFormat.JOINED  # of a classifier with one label, which scores pairs of texts

@@ -21,7 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.step_plan import BlockMove, DeviceDrafter, ReplacedLeaves, RowMask, StepPlan, StepResult
+from jpaged.engine.step_plan import (
+    BlockMove,
+    DeviceDrafter,
+    ReplacedLeaves,
+    RowMask,
+    StepPlan,
+    StepResult,
+    TextShape,
+)
 from jpaged.errors import EngineError
 from jpaged.models.draft_head import HeadSpec
 from jpaged.models.kv_scales import KVScales
@@ -44,7 +52,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.profiling import Profiler
 from jpaged.runtime.stage_runner import CLOSED, LastStageRunner
 from jpaged.runtime.state import DeviceState
-from jpaged.runtime.step.batch import ForwardShape
+from jpaged.runtime.step.batch import ForwardShape, slots_of_tokens
 from jpaged.runtime.step.block_moves import host_slots
 from jpaged.runtime.step.program_shapes import Shape
 from jpaged.runtime.step.result import StepHandle, download
@@ -101,6 +109,7 @@ class ModelRunner(EnginePrograms):
         self.windows = limits.kv_groups.windows
         self.max_num_seqs = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.text_shapes: Sequence[TextShape] = limits.text_shapes
         self.max_model_len = limits.max_model_len
         self.vocab_size = self.spec.vocab_size
         self.num_devices = placement.shards.num_devices
@@ -228,7 +237,7 @@ class ModelRunner(EnginePrograms):
                 last.start_rows(plan.row_inits)
             proposed = () if self._drafter is None else self._drafter.before(plan, program.shape, last.live)
             result = last.forward(program, plan, *self._front.forward(plan), *proposed)
-            scores = last.score(plan.scored, plan.score_masks)
+            scores = last.score(_in_state(plan, program.shape), plan.score_masks)
             handle = StepHandle.of(
                 plan, program.shape, result, scores, *proposed, routes=self.returns_routed_experts
             )
@@ -410,6 +419,8 @@ class ModelRunner(EnginePrograms):
 
     def prefix_cacheable(self, prompt_len: int) -> bool:
         """True if KV of a prompt may be shared. With dynamic rope, the keys of a long prompt depend on its length."""
+        if self.spec.encoder is not None:
+            return False
         rope = self.spec.rope
         if rope is None or rope.scaling != "dynamic":
             return True
@@ -447,6 +458,13 @@ class ModelRunner(EnginePrograms):
             # another thread may delete the weights between the engine's check and the call
             reason = self.weights_problem() or advice(error, self._config, self._total_bytes) or error
             raise EngineError(f"the device failed a step{which}: {reason}") from error
+
+
+def _in_state(plan: StepPlan, shape: ForwardShape) -> np.ndarray:
+    """The plan's `scored`, with indices in `DeviceState.hidden`."""
+    if not shape.row_len or not plan.scored.shape[1]:
+        return plan.scored
+    return np.concatenate([slots_of_tokens(plan, plan.scored[0], shape)[None], plan.scored[1:]])
 
 
 def _by_stage(params: Params | tuple[Params, ...]) -> tuple[Params, ...]:

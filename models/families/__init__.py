@@ -6,6 +6,7 @@ from typing import Any
 
 from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Family
+from jpaged.models.families.bert import BERT, ROBERTA, XLM_ROBERTA
 from jpaged.models.families.cohere import COHERE, COHERE2
 from jpaged.models.families.config import CLASSIFIER, CheckpointConfig
 from jpaged.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -32,6 +33,7 @@ from jpaged.models.families.mixtures.minimax import MINIMAX_M2
 from jpaged.models.families.mixtures.mistral4 import MISTRAL4
 from jpaged.models.families.mixtures.olmoe import OLMOE
 from jpaged.models.families.mixtures.phimoe import PHIMOE
+from jpaged.models.families.modernbert import MODERNBERT
 from jpaged.models.families.olmo2 import OLMO2
 from jpaged.models.families.olmo3 import OLMO3
 from jpaged.models.families.phi3 import PHI3
@@ -49,6 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
     OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4,
+    BERT, ROBERTA, XLM_ROBERTA, MODERNBERT,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 # Sequence classifiers: the base model with a score matrix.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from jpaged.errors import ModelLoadError
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import DecoderSpec, Params
 
@@ -69,6 +70,7 @@ class TensorRule:
     # Share of each head, from its first dimension, that rope rotates in pairs (2i, 2i + 1) in the checkpoint. The leaf
     # has the order (i, i + half) of the kernels. Queries and keys have the same order, so q.k is the same.
     pairs: float = 0.0
+    first_layer: int = 0                 # layers before it have no such tensor, and do not use their rows of the leaf
 
     def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor. leaf: of one layer, also if the tree stacks it over layers."""
@@ -149,6 +151,31 @@ def with_pairs(rules: tuple[TensorRule, ...], share: float = 1.0) -> tuple[Tenso
 SCORE = TensorRule("score.weight", "score")
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenScore(TensorRule):
+    """A score matrix with one label, from the output matrix: the row of the token "yes" minus that of "no".
+
+    The sigmoid of this score is the probability of "yes" among the two tokens (Qwen3-Reranker).
+    """
+
+    no: int = 0
+    yes: int = 0
+    vocab_size: int = 0
+
+    def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
+        """Shape of the output matrix."""
+        return (self.vocab_size, leaf.shape[1])
+
+    def store(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
+        """Write the difference of two rows of the output matrix. It is made in float32."""
+        difference = tensor[self.yes].astype(np.float32) - tensor[self.no].astype(np.float32)
+        np.copyto(leaf[0], difference, casting="unsafe")
+
+    def gather(self, leaf: np.ndarray) -> np.ndarray:
+        """Raise ModelLoadError: the output matrix cannot be made from the difference."""
+        raise ModelLoadError("a model with classifier_from_token cannot be written as a checkpoint")
+
+
 def _flat_shape(part: Part, view: np.ndarray) -> tuple[int, ...]:
     """Shape of a view after its axes of output features are merged into one."""
     axes = part.output_axes
@@ -177,6 +204,12 @@ class Family:
         spec, num_labels = self.decoder(config), config.num_labels()
         return spec if num_labels is None else dataclasses.replace(spec, pools=True, num_labels=num_labels)
 
+    def scored_by_tokens(self, spec: DecoderSpec, no: int, yes: int) -> "Family":
+        """The family of a causal language model that classifies by two tokens of its answer."""
+        aliases = tuple(rule.name for rule in self.rules if rule.leaf == "embed") if spec.tie_embeddings else ()
+        rule = TokenScore("lm_head.weight", "score", aliases=aliases, no=no, yes=yes, vocab_size=spec.vocab_size)
+        return dataclasses.replace(self, rules=(*self.rules, rule))
+
     def tensors(self, tree: Params) -> Iterator["LeafTensors"]:
         """Yield every leaf of a parameter tree of arrays or ShapeDtypeStructs, with the tensors that fill it."""
         for number, layer in enumerate(tree["layers"]):
@@ -187,14 +220,15 @@ class Family:
                 continue
             rules = [rule for rule in self.rules if rule.leaf == leaf]
             if rules and "{layer}" in rules[0].name:
-                named = tuple(pair for n in range(value.shape[0]) for pair in self._rules_of(leaf, n))
+                layers = range(rules[0].first_layer, value.shape[0])
+                named = tuple(pair for n in layers for pair in self._rules_of(leaf, n))
             else:
                 named = self._rules_of(leaf, None)
             yield LeafTensors(leaf, None, named)
 
     def _rules_of(self, leaf: str, layer: int | None, experts: int = 1) -> tuple["NamedRule", ...]:
         """The rules for a leaf. experts: number of its experts; used if each expert has its own tensor."""
-        rules = [rule for rule in (*self.rules, SCORE) if rule.leaf == leaf]
+        rules = [rule for rule in self.rules if rule.leaf == leaf] or [rule for rule in (SCORE,) if rule.leaf == leaf]
         numbers = {rule: range(experts) if "{expert}" in rule.name else (None,) for rule in rules}
         return tuple(NamedRule(rule, layer, expert) for rule in rules for expert in numbers[rule])
 

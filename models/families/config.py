@@ -154,6 +154,8 @@ class CheckpointConfig:
         architectures = self.get("architectures", default=[])
         if not any(name.endswith(CLASSIFIER) for name in architectures):
             return None
+        if self.get("classifier_from_token") is not None:
+            return 1
         names = self.get("id2label")
         if names is None:
             return self.integer("num_labels", default=2)

@@ -11,6 +11,7 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),      # exact, with erf
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # the tanh approximation
     "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
 }  # fmt: skip
 
 

@@ -57,6 +57,8 @@ def prompt_limit(server: Server, body: PoolingFields) -> TokenLimit:
 
 def pooling_params(body: PoolingFields, **fields: Any) -> PoolingParams:
     """Return the parameters of a request. fields: further parameters, from its route."""
+    if isinstance(body, PooledInput):
+        fields["prompt_name"] = body.prompt_name
     return PoolingParams(
         truncate_prompt_tokens=body.truncate_prompt_tokens, truncation_side=body.truncation_side, **fields
     )

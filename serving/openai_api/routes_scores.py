@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jpaged.errors import RequestError
-from jpaged.params.pooling import PooledModel
+from jpaged.params.pooling import PairFormat
 from jpaged.serving.engine_client import Prompt
 from jpaged.serving.openai_api import generation, pooled
 from jpaged.serving.openai_api.generation import Head
@@ -32,6 +32,7 @@ from jpaged.serving.web.body import read_body
 from jpaged.serving.web.disconnect import until_disconnect
 from jpaged.serving.web.json_pieces import JSONPieces
 from jpaged.text.encoder import TokenLimit
+from jpaged.text.pairs import check_scores, pair_prompt
 
 PAIRS = (
     ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"),
@@ -112,6 +113,7 @@ async def _scores(request: Request, body: ScoringFields, texts: _Texts) -> tuple
     server: Server = request.app.state.server
     head = Head.new("score", server.base_name(body.model), body.request_id)
     model = pooled.pooled_model(server)
+    check_scores(model, body.instruction)
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         limit = getattr(body, name)
         if limit is not None and limit < 0:
@@ -123,21 +125,12 @@ async def _scores(request: Request, body: ScoringFields, texts: _Texts) -> tuple
                 raise RequestError("use_activation", False, "is for classifiers: a cosine has no activation")
             work = _cosines(server, body, texts, head)
         else:
-            _check_one_label(model)
             if body.truncate_prompt_tokens is not None:
                 accepted = "a pair of texts has no end to cut: send max_tokens_per_query and max_tokens_per_doc"
                 raise RequestError("truncate_prompt_tokens", body.truncate_prompt_tokens, accepted)
-            work = _pair_scores(server, body, texts, head)
+            work = _pair_scores(server, body, texts, head, model.pairs)
         scores, usage = await until_disconnect(request.receive, work)
     return head, scores, usage
-
-
-def _check_one_label(model: PooledModel) -> None:
-    if model.size != 1:
-        accepted = (
-            f"is a classifier of {model.size} labels: scores need an embedding model, or a classifier with one label"
-        )
-        raise RequestError("model", ", ".join(model.labels), accepted)
 
 
 async def _cosines(
@@ -165,7 +158,7 @@ async def _cosines(
 
 
 async def _pair_scores(
-    server: Server, body: ScoringFields, texts: _Texts, head: Head
+    server: Server, body: ScoringFields, texts: _Texts, head: Head, pairs: PairFormat
 ) -> tuple[list[float], EmbeddingUsage]:
     params = pooled.pooling_params(body, task="classify", activation=body.use_activation is not False)
     tokenizer = server.engine.get_tokenizer()
@@ -178,7 +171,7 @@ async def _pair_scores(
             query, most = texts.query(index), body.max_tokens_per_query
             query = _cut(server, texts.query_name, query, most, limit, cancelled)
             document = _cut(server, texts.document_name, document, body.max_tokens_per_doc, limit, cancelled)
-            made.append({"prompt_token_ids": list(tokenizer(query, text_pair=document, verbose=False)["input_ids"])})
+            made.append(pair_prompt(tokenizer, pairs, query, document, body.instruction))
         return made
 
     prompts = salted(await server.tokenising.run(texts.length, tokenise), body.cache_salt)

@@ -46,6 +46,7 @@ class PooledInput(PoolingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     use_activation: bool | None = None
+    prompt_name: Label | None = None  # of Sentence Transformers; see `PoolingParams`
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = PoolingFields.NEUTRAL | {
         "chat_template": (),
@@ -92,9 +93,9 @@ class ScoringFields(PoolingFields, kw_only=True):
     max_tokens_per_query: Int | None = None
     max_tokens_per_doc: Int | None = None
     use_activation: bool | None = None
+    instruction: str | None = None  # of Qwen3-Reranker: what a document must meet
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = PoolingFields.NEUTRAL | {
-        "instruction": ("",),
         "chat_template_kwargs": ({},),
     }
 

@@ -31,6 +31,7 @@ from jpaged.engine.step_plan import (
     Scores,
     StepPlan,
     StepResult,
+    TextShape,
     TransferCosts,
     num_guesses,
 )
@@ -79,6 +80,7 @@ class FakeRunner:
     compiles_after_ready: int = 0
     is_ready: bool = True
     cacheable_up_to: int = 10**9
+    text_shapes: Sequence[TextShape] = ()
     longrope_switch_len: int | None = None
     host_slots: int = 0
     transfer_costs: TransferCosts | None = None

@@ -108,7 +108,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return bits.astype(np.uint8).reshape(shape)
     if name.endswith("_scales"):  # 2^-6 to 2^-4, for numbers up to 6
         return (np.uint8(121) + (bits % np.uint64(3)).astype(np.uint8)).reshape(shape)
-    is_norm = "norm" in name or ".ln_" in name
+    is_norm = "norm" in name.lower() or ".ln_" in name
     if name == "transformer.word_embeddings_layernorm.weight":  # < 0: a tied model would repeat its last token
         return np.float32(-0.75) + np.float32(0.25) * uniform
     if is_norm and name.endswith("weight"):

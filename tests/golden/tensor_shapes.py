@@ -2,9 +2,13 @@
 
 from typing import Any
 
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
+
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     architecture, labels = config["architectures"][0], config.get("id2label", {0: "no", 1: "yes"})
+    if config["model_type"] in ENCODERS:
+        return _encoder_shapes(config, len(labels) if architecture.endswith("ForSequenceClassification") else None)
     shapes = _causal_shapes(config)
     if architecture.endswith("ForSequenceClassification"):
         shapes.pop("lm_head.weight", None)
@@ -349,3 +353,64 @@ def _next_token_shapes(c: dict[str, Any], attention: str) -> dict[str, tuple[int
         f"{at}mlp.experts.0.up_proj.weight": (c["moe_intermediate_size"], hidden),
         f"{at}mlp.gate.e_score_correction_bias": (c["n_routed_experts"],),
     }
+
+
+def _encoder_shapes(c: dict[str, Any], num_labels: int | None) -> dict[str, tuple[int, ...]]:
+    """num_labels: None: the base model, whose names have no prefix."""
+    if c["model_type"] == "modernbert":
+        return _modernbert_shapes(c, num_labels)
+    hidden, inter = c["hidden_size"], c["intermediate_size"]
+    prefix = "" if num_labels is None else "bert." if c["model_type"] == "bert" else "roberta."
+    linears: dict[str, tuple[int, int]] = {}
+    norms = [f"{prefix}embeddings.LayerNorm"]
+    for i in range(c["num_hidden_layers"]):
+        at = f"{prefix}encoder.layer.{i}."
+        linears |= {f"{at}attention.self.{name}": (hidden, hidden) for name in ("query", "key", "value")}
+        linears |= {
+            f"{at}attention.output.dense": (hidden, hidden), f"{at}intermediate.dense": (inter, hidden),
+            f"{at}output.dense": (hidden, inter),
+        }  # fmt: skip
+        norms += [f"{at}attention.output.LayerNorm", f"{at}output.LayerNorm"]
+    if c["model_type"] == "bert":
+        linears[f"{prefix}pooler.dense"] = (hidden, hidden)
+        if num_labels is not None:
+            linears["classifier"] = (num_labels, hidden)
+    elif num_labels is not None:
+        linears |= {"classifier.dense": (hidden, hidden), "classifier.out_proj": (num_labels, hidden)}
+    shapes = {
+        f"{prefix}embeddings.word_embeddings.weight": (c["vocab_size"], hidden),
+        f"{prefix}embeddings.position_embeddings.weight": (c["max_position_embeddings"], hidden),
+        f"{prefix}embeddings.token_type_embeddings.weight": (c["type_vocab_size"], hidden),
+    }
+    shapes |= {f"{name}.{part}": (hidden,) for name in norms for part in ("weight", "bias")}
+    for name, shape in linears.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return shapes
+
+
+def _modernbert_shapes(c: dict[str, Any], num_labels: int | None) -> dict[str, tuple[int, ...]]:
+    hidden, inter, prefix = c["hidden_size"], c["intermediate_size"], "" if num_labels is None else "model."
+    linears: dict[str, tuple[tuple[int, int], bool]] = {}  # shape, and whether it has a bias
+    norms = [f"{prefix}embeddings.norm", f"{prefix}final_norm"]
+    attention, mlp = bool(c.get("attention_bias")), bool(c.get("mlp_bias"))
+    for i in range(c["num_hidden_layers"]):
+        at = f"{prefix}layers.{i}."
+        linears |= {
+            f"{at}attn.Wqkv": ((3 * hidden, hidden), attention), f"{at}attn.Wo": ((hidden, hidden), attention),
+            f"{at}mlp.Wi": ((2 * inter, hidden), mlp), f"{at}mlp.Wo": ((hidden, inter), mlp),
+        }  # fmt: skip
+        norms += [f"{at}mlp_norm"] if i == 0 else [f"{at}attn_norm", f"{at}mlp_norm"]
+    if num_labels is not None:
+        linears |= {
+            "head.dense": ((hidden, hidden), bool(c.get("classifier_bias"))),
+            "classifier": ((num_labels, hidden), True),
+        }
+        norms.append("head.norm")
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}embeddings.tok_embeddings.weight": (c["vocab_size"], hidden)}
+    for name in norms:
+        shapes |= {f"{name}.{part}": (hidden,) for part in (("weight", "bias") if c.get("norm_bias") else ("weight",))}
+    for name, (shape, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = shape
+        if has_bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes

@@ -17,5 +17,5 @@ def third(*ids):
 
 def served(folder, **options):
     """Serve a checkpoint. The context manager yields the base URL."""
-    engine = AsyncLLM(str(folder), **OPTIONS, **options)
+    engine = AsyncLLM(str(folder), **OPTIONS | options)
     return running(create_app(Server(engine=engine, model_names=("tiny",))))

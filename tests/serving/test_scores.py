@@ -11,9 +11,11 @@ import transformers
 from jpaged import LLM
 from jpaged.params.pooling import PooledModel
 from tests.golden.checkpoints import write_checkpoint
+from tests.golden.encoders import BERT, RERANKER
 from tests.golden.pooling import BARE_QWEN3, CLASSIFIERS, QWEN3_CLASSIFIER, SEED
 from tests.serving.http_client import answer, param
 from tests.serving.pooling_server import OPTIONS, served, third
+from tests.support.word_tokenizer import save_word_tokenizer
 
 ONE_LABEL = next(one for one in CLASSIFIERS if one.name == "llama-classifier")
 
@@ -160,3 +162,45 @@ def test_classifiers(variant, tmp_path, tokenizer_folder):
         alone = answer(url, "/classify", input=ids[0] + ids[1])["data"][0]
         assert (score, alone["label"]) == (alone["probs"][0], "LABEL_0")
         assert answer(url, "/rerank", query=pair[0], documents=[pair[1]])["results"][0]["relevance_score"] == score
+
+
+ENCODER = {"max_model_len": 64, "max_num_seqs": 4, "row_buckets": (4,)}
+
+
+@pytest.mark.slow
+def test_a_cross_encoder(tmp_path):
+    """Scores are those of `LLM.score`. A long document is cut if the client asks, and otherwise refused."""
+    write_checkpoint(RERANKER, SEED, tmp_path)
+    save_word_tokenizer(tmp_path)
+    query, documents = "w5 w6", ["w8 w9", "w5 w6 w40", "w100"]
+    with LLM(str(tmp_path), **OPTIONS | ENCODER) as llm:
+        wanted = [output.outputs.score for output in llm.score(query, documents, use_tqdm=False)]
+    with served(tmp_path, **ENCODER) as url:
+        made = answer(url, "/rerank", query=query, documents=documents)["results"]
+        assert {one["index"]: one["relevance_score"] for one in made} == dict(enumerate(wanted))
+        assert [one["relevance_score"] for one in made] == sorted(wanted, reverse=True)
+        scored = answer(url, "/v1/score", text_1=query, text_2=documents)
+        assert [one["score"] for one in scored["data"]] == wanted
+        assert scored["usage"]["prompt_tokens"] == 3 * 5 + 2 + 3 + 1
+        long = " ".join(["w8", "w9"] * 40)
+        assert param(url, "/rerank", query=query, documents=[long]) == "documents"
+        cut = answer(url, "/rerank", query=query, documents=[long], max_tokens_per_doc=2)["results"]
+        assert cut[0]["relevance_score"] == wanted[0]
+        assert param(url, "/v1/embeddings", input="w5") == "task"
+        assert param(url, "/v1/completions", prompt="w5") == "runner"
+
+
+@pytest.mark.slow
+def test_prompts_of_an_encoder(tmp_path):
+    """`prompt_name` puts a text of config_sentence_transformers.json before the input."""
+    write_checkpoint(BERT, SEED, tmp_path)
+    save_word_tokenizer(tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "w12 "}}')
+    with served(tmp_path, **ENCODER) as url:
+        named, whole = (
+            answer(url, "/v1/embeddings", **fields)
+            for fields in ({"input": "w5", "prompt_name": "query"}, {"input": "w12 w5"})
+        )
+        assert named["data"] == whole["data"]
+        assert named["usage"]["prompt_tokens"] == 4
+        assert param(url, "/v1/embeddings", input="w5", prompt_name="x") == "prompt_name"

@@ -1,15 +1,20 @@
-"""Tour of LlamaIndex's `OpenAILike`: completions, chat, streams, tools, structured output."""
+"""Tour of LlamaIndex's `OpenAILike`: completions, chat, streams, tools, structured output; embeddings and rerankers."""
 
 import asyncio
 from typing import Any, Literal
 
-from checks import BASE, MODEL, PROMPT, Checks
+from checks import BASE, EMBEDDING_BASE, MODEL, PROMPT, Checks
 from llama_index.core.llms import ChatMessage
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
+from llama_index.postprocessor.cohere_rerank import CohereRerank
+from llama_index.postprocessor.jinaai_rerank import JinaRerank
 from pydantic import BaseModel, Field
 
 ENDPOINT: Any = {"model": MODEL, "api_base": f"{BASE}/v1", "api_key": "none", "max_retries": 0, "context_window": 2048}
+TEXTS = ["x = 1", PROMPT, "class Reader:"]  # to embed, and documents to rerank
 ASK = [ChatMessage(role="system", content="Write Python."), ChatMessage(role="user", content=PROMPT)]
 
 
@@ -63,6 +68,22 @@ def main() -> None:
             additional_kwargs={"seed": 6}, should_use_structured_outputs=False,
         )  # fmt: skip
         assert isinstance(by_tool.as_structured_llm(Forecast).chat(ASK).raw, Forecast)
+    with checks.check("embeddings: get_text_embedding_batch and get_query_embedding"):
+        embed = OpenAILikeEmbedding(model_name=MODEL, api_base=f"{EMBEDDING_BASE}/v1", api_key="none", max_retries=0)
+        vectors = embed.get_text_embedding_batch(TEXTS)
+        assert [len(vector) for vector in vectors] == [256] * 3
+        assert max(abs(a - b) for a, b in zip(vectors[1], embed.get_query_embedding(PROMPT), strict=True)) < 1e-5
+    nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
+    rerankers = {
+        "CohereRerank": lambda: CohereRerank(base_url=EMBEDDING_BASE, api_key="none", model=MODEL, top_n=2),
+        "JinaRerank": lambda: JinaRerank(base_url=f"{EMBEDDING_BASE}/v1", api_key="none", model=MODEL, top_n=2),
+    }
+    for name, make in rerankers.items():
+        with checks.check(f"rerankers: {name}"):
+            ranked = make().postprocess_nodes(nodes, query_str=PROMPT)
+            assert ranked[0].node.get_content() == PROMPT
+            assert len(ranked) == 2
+            assert abs((ranked[0].score or 0) - 1) < 1e-4  # the cosine of a text with itself
     checks.write()
 
 

@@ -114,7 +114,8 @@ class InputProcessor:
         params = self._with_sampling_mask(_counted(params, self.limits.vocab_size))
         params = self._with_routed_experts(params)
         self._check_priority(priority)
-        checked = self._prompts.read(prompt, params, cancelled)
+        prompt_name = None if pooling_params is None else pooling_params.prompt_name
+        checked = self._prompts.read(prompt, params, cancelled, prompt_name)
         token_ids = checked.token_ids
         self._check_prompt_logprobs(params, len(token_ids))
         per_token = pooling_params is not None and pooling_params.per_token
@@ -141,6 +142,7 @@ class InputProcessor:
                 priority=int(priority),
                 is_beam=params.use_beam_search,
                 pools_tokens=per_token,
+                type_1_from=checked.type_1_from,
                 score_from=None if scoring is None else scoring.num_prompt_tokens,
                 scores_processed=processed,
                 extras=extras,

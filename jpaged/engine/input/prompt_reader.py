@@ -16,7 +16,7 @@ from jpaged.text.encoder import TokenLimit, text_encoder
 
 Cancelled = Callable[[], bool]
 Prompt = str | Mapping[str, Any] | Sequence[int] | np.ndarray
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "prediction", "token_type_ids")
 ACCEPTED = "must be a string, a list of token ids, or a dict with prompt or prompt_token_ids"
 
 
@@ -28,6 +28,14 @@ class CheckedPrompt:
     token_ids: list[int]
     cache_salt: str
     prediction: tuple[int, ...] = ()  # expected answer; empty if the engine does not speculate
+    type_1_from: int | None = None  # position of the first token of type 1; None: there is none
+
+    @property
+    def token_type_ids(self) -> list[int]:
+        """Type of each token."""
+        count = len(self.token_ids)
+        first = count if self.type_1_from is None else self.type_1_from
+        return [0] * first + [1] * (count - first)
 
 
 class PromptReader:
@@ -38,16 +46,46 @@ class PromptReader:
         self._limits = limits
         self._tokenizer = tokenizer
 
-    def read(self, prompt: Prompt, params: SamplingParams, cancelled: Cancelled = lambda: False) -> CheckedPrompt:
+    def read(
+        self, prompt: Prompt, params: SamplingParams, cancelled: Cancelled = lambda: False,
+        prompt_name: str | None = None,
+    ) -> CheckedPrompt:  # fmt: skip
         """Check and tokenise a prompt, and truncate it to truncate_prompt_tokens.
 
-        cancelled: called while a long text is tokenised. Raises RequestError, and TokenisingCancelled.
+        cancelled:   called while a long text is tokenised. Raises RequestError, and TokenisingCancelled.
+        prompt_name: of `PoolingParams`.
         """
         parts = _parts(prompt)
         text, ids = parts.get("prompt"), parts.get("prompt_token_ids")
-        token_ids = self._encode(text or "", params, cancelled) if ids is None else self._checked_ids(ids, params)
+        if ids is None:
+            before = "" if self._limits.pooling is None else self._limits.pooling.prompt(prompt_name)
+            token_ids = self._encode(before + text if text else "", params, cancelled)
+        elif prompt_name:
+            raise RequestError("prompt_name", prompt_name, "goes with a text, not with prompt_token_ids: leave it out")
+        else:
+            token_ids = self._checked_ids(ids, params)
         prediction = self._prediction(parts.get("prediction"), cancelled)
-        return CheckedPrompt(text, token_ids, parts.get("cache_salt") or "", prediction)
+        type_1_from = self._type_1_from(parts.get("token_type_ids"), ids, len(token_ids), params)
+        return CheckedPrompt(text, token_ids, parts.get("cache_salt") or "", prediction, type_1_from)
+
+    def _type_1_from(self, given: Any, ids: Any, kept: int, params: SamplingParams) -> int | None:
+        """Check the token types of a pair of texts. ids: the prompt. kept: number of its tokens after truncation."""
+        name, pooling = "token_type_ids", self._limits.pooling
+        if given is None:
+            return None
+        if ids is None:
+            raise RequestError(name, given, "goes with prompt_token_ids, not with a text: leave it out")
+        if pooling is None or pooling.token_types < 2:
+            raise RequestError(name, given, "the model has no token types: leave it out")
+        is_list = isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, (str, bytes, bytearray))
+        if not is_list or len(given) != len(ids):
+            raise RequestError(name, given, f"must be a list of {len(ids)} numbers, one for each token")
+        types = [int(one) if isinstance(one, (int, np.integer)) else -1 for one in given]
+        if not set(types) <= {0, 1} or types != sorted(types):
+            raise RequestError(name, given, "must be 0 for the tokens of the first text, then 1 for the second")
+        dropped = len(types) - kept if self._limit(params).truncate == "left" else 0
+        first = max(types.count(0) - dropped, 0)
+        return first if first < kept else None
 
     def _prediction(self, given: Any, cancelled: Cancelled) -> tuple[int, ...]:
         """Check an expected answer, and tokenise its beginning: as many tokens as a request has at most."""

@@ -56,6 +56,8 @@ class BlockNamer:
         request can share such a block in the step that computes it.
         """
         kv = request.kv
+        if not kv.block_tables:  # of an encoder
+            return
         computed = request.schedule.num_computed if num_computed is None else num_computed
         full = min(computed, len(request.token_ids)) // self._block_size
         first = kv.num_indexed_blocks

@@ -15,6 +15,7 @@ to that block gets a copy of its own (copy on write). The last request that hold
 The scheduler writes `Request.schedule.num_computed`, which this class reads.
 """
 
+import sys
 from collections.abc import Sequence
 
 from jpaged.engine.kv_cache.block_namer import BlockNamer
@@ -155,6 +156,8 @@ class KVCacheManager:
             free -= len(self._shared_tails(request))
             if free < 0:
                 return request.schedule.num_computed
+        if not self.windows:  # an encoder has no KV
+            return sys.maxsize
         return kv.num_slots + free // len(self.windows) * self.block_size
 
     def unshare_tail(self, request: Request) -> list[tuple[int, int, int]]:

@@ -44,7 +44,7 @@ class PrefixFinder:
         first token after the prefix sees. The prefix has at most `Request.max_cached_tokens` tokens. Blocks of the host
         tier count if fetching them is faster than recomputing them.
         """
-        if request.skips_prefix_cache:
+        if request.skips_prefix_cache or not self._windows.windows:
             return self.no_prefix
         pool = self._pool
         if pool.host_tier is None:

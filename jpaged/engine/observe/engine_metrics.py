@@ -160,7 +160,7 @@ class EngineMetrics:
             rejected_requests=events.rejected_requests,
             rejected_tokens=events.rejected_tokens,
             enable_prefix_caching=enable_prefix_caching,
-            kv_tokens=manager.pool.num_blocks * longest // manager.max_blocks(longest),
+            kv_tokens=manager.pool.num_blocks * longest // manager.max_blocks(longest) if manager.windows else 0,
             max_model_len=runner.max_model_len,
             asleep=asleep,
             has_weights=runner.weights_problem() is None,

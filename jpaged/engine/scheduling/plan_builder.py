@@ -68,6 +68,7 @@ class _PromptRows:
     scorers: list[tuple[Request, int]] = dataclasses.field(default_factory=list)  # (request, entries of `scored`)
     parents: list[Request] = dataclasses.field(default_factory=list)  # requests with followers, whose prompt ends
     forked_from: list[int] = dataclasses.field(default_factory=list)
+    type_1_from: list[int] = dataclasses.field(default_factory=list)  # only of an encoder
 
     def add(self, request: Request, num_tokens: int, *, samples: bool) -> None:
         """Append a row."""
@@ -93,6 +94,7 @@ class PlanBuilder:
         self._adapters = state.adapters
         self._counters = state.counters
         self._vocab_size, self._max_drafts = state.limits.vocab_size, state.limits.max_drafts
+        self._encodes = bool(state.limits.text_shapes)
         self._decodes = decodes
         self._forks = forks
         self._ones = np.ones(state.limits.max_num_seqs, np.int32)
@@ -139,6 +141,7 @@ class PlanBuilder:
             adapter_loads=self._adapter_loads(),
             drafts=drafts,
             model_drafts=selection.model_drafts,
+            type_1_from=_int32(prompts.type_1_from) if prompts.type_1_from else _NOTHING,
             head=None if self._speculation is None else self._speculation.plan_head(requests, num_tokens, samples),
         )
         return ScheduledStep(plan, tuple(requests), tuple(prompts.scorers), drafts=selection.drafts)
@@ -174,6 +177,8 @@ class PlanBuilder:
         if request.scores_prompt:
             _score(rows, request, num_tokens, self._adapters.slot_of(request))
         rows.prompt_tokens += request.token_ids[first:end]
+        if self._encodes:
+            rows.type_1_from.append(end if request.type_1_from is None else request.type_1_from)
         samples = end == request.num_tokens
         if samples:
             rows.sampler = max(rows.sampler, request.sampler)

@@ -19,6 +19,7 @@ from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.scheduling.preemption import Preemption
 from jpaged.engine.scheduling.scheduler_state import SchedulerState
 from jpaged.engine.scheduling.step_selection import StepSelection
+from jpaged.engine.scheduling.text_batches import TextBatches
 
 # After this many steps, a request that failed to start looks up its prefix again, even if no more blocks are free: the
 # prefix may have grown. Looking up 40,000 cached tokens takes 3 ms.
@@ -39,10 +40,14 @@ class PromptScheduler:
         self._max_long = state.options.max_num_partial_prefills
         self._preemption = preemption
         self._clock = clock
+        self._texts = TextBatches(state)
 
     def schedule(self, selection: StepSelection) -> None:
         """Add chunks of prompts within the token budget."""
         if not selection.prompts and not self._waiting:
+            return
+        if self._limits.text_shapes:
+            self._texts.start(self._start, selection)
             return
         prompts = [r for r in selection.prompts if r.schedule.status is RequestStatus.RUNNING and r.num_missing]
         for request in prompts:

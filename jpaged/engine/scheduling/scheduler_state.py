@@ -10,7 +10,7 @@ from jpaged.engine.scheduling.running_requests import RunningRequests
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
 from jpaged.engine.scheduling.waiting_queue import WaitingQueue
 from jpaged.engine.speculation.draft import Draft
-from jpaged.engine.step_plan import StepPlan
+from jpaged.engine.step_plan import StepPlan, TextShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class SchedulerLimits:
     num_stages: int = 1  # pipeline stages, and micro-batches of decoding requests
     max_drafts: int = 0  # most drafts per row of a verify step; 0: the engine does not speculate
     num_adapter_slots: int = 0  # LoRA adapters that are on the device at a time; 0: requests have none
+    text_shapes: tuple[TextShape, ...] = ()  # see `Runner`; (): a decoder
 
     def must_switch_rope(self, request: Request, num_tokens: int) -> bool:
         """Whether a request's KV has the short rope, and `num_tokens` tokens need the long one."""

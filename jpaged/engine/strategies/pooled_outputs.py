@@ -12,7 +12,7 @@ import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.outputs import ClassificationOutput, EmbeddingOutput, TokenPoolingOutput
-from jpaged.params.pooling import PER_TOKEN, PooledModel, PoolingParams
+from jpaged.params.pooling import PER_TOKEN, PairFormat, PooledModel, PoolingParams
 from jpaged.params.sampling import SamplingParams
 from jpaged.params.scoring import ScoringParams
 
@@ -34,8 +34,27 @@ _BY_PROBLEM_TYPE = {
 }
 
 
+# Names in a cross-encoder's config.json, as Sentence Transformers writes them
+_BY_MODULE = {
+    "torch.nn.modules.linear.Identity": Activation.NONE,
+    "torch.nn.modules.activation.Sigmoid": Activation.SIGMOID,
+    "torch.nn.modules.activation.Softmax": Activation.SOFTMAX,
+}
+
+
 def activation_of(config: Mapping[str, Any], num_labels: int) -> Activation:
-    """The activation of a classifier's config.json, as Transformers' text-classification pipeline chooses it."""
+    """The activation of a classifier's config.json.
+
+    A cross-encoder of Sentence Transformers names it. Otherwise as Transformers' text-classification pipeline chooses.
+    """
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, Mapping) else None
+    named = named or config.get("sbert_ce_default_activation_function")
+    if named is not None:
+        if named not in _BY_MODULE:
+            known = ", ".join(_BY_MODULE)
+            raise ModelLoadError(f"config.json: activation_fn={named!r} is not supported by jpaged; supported: {known}")
+        return _BY_MODULE[named]
     problem = config.get("problem_type")
     if problem is None:
         return Activation.SIGMOID if num_labels == 1 else Activation.SOFTMAX
@@ -58,6 +77,12 @@ class Pooling:
     size: int                            # of the hidden state, or number of labels
     activation: Activation | None = None  # None: the engine embeds
     labels: tuple[str, ...] = ()          # names of the labels
+    # Of Sentence Transformers: texts that can be put before a text, by name, and the name of the default; None: none
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    default_prompt: str | None = None
+    is_encoder: bool = False
+    token_types: int = 0                  # of an encoder: see `models.spec.Encoder`
+    pairs: PairFormat = PairFormat.JOINED # see `PooledModel`
 
     @property
     def task(self) -> str:
@@ -67,11 +92,13 @@ class Pooling:
     @property
     def model(self) -> PooledModel:
         """Task, size and labels, for the callers of the engine."""
-        return PooledModel(self.task, self.size, self.labels)
+        return PooledModel(self.task, self.size, self.labels, self.pairs)
 
     def check(self, params: PoolingParams) -> None:
         """Raise RequestError for parameters that this engine does not support."""
         task = params.task and params.task.removeprefix(PER_TOKEN)
+        if self.is_encoder and self.activation is not None and params.per_token:
+            raise RequestError("task", params.task, "the model's score matrix is for whole texts: call classify()")
         if task == "classify" and self.activation is None:
             accepted = "the model has no score matrix: call embed(), or load a ...ForSequenceClassification checkpoint"
             raise RequestError("task", params.task, accepted)
@@ -85,6 +112,15 @@ class Pooling:
         elif params.dimensions is not None or (not params.normalize and params.use_activation is None):
             name = "normalize" if params.dimensions is None else "dimensions"
             raise RequestError(name, getattr(params, name), "is for embeddings: leave it out")
+
+    def prompt(self, name: str | None) -> str:
+        """The text that `PoolingParams.prompt_name` puts before a text. Raises RequestError for an unknown name."""
+        name = self.default_prompt if name is None else name
+        if name and name not in self.prompts:
+            known = ", ".join(self.prompts)
+            accepted = f"must be one of {known}, the model's prompts" if known else "the model has no prompts"
+            raise RequestError("prompt_name", name, f"{accepted}: leave it out")
+        return self.prompts[name] if name else ""
 
     def output(self, values: np.ndarray, params: PoolingParams) -> Pooled:
         """Output for one prompt. values: float32[size] of its last token; float32[tokens, size] with `per_token`."""

@@ -161,10 +161,14 @@ class RemoteEngine:
             final = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
             kind = RequestOutputKind.FINAL_ONLY if final else RequestOutputKind.DELTA
             own = dataclasses.replace(params, detokenize=False, stop=None, output_kind=kind)
+        if isinstance(own, PoolingParams):
+            own = dataclasses.replace(own, prompt_name=None)  # the token ids have the prompt
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         stream = OutputStream(asyncio.get_running_loop(), deltas=deltas)
         number = next(self._numbers)
-        known = {"prompt_token_ids": checked.token_ids}
+        known: dict[str, Any] = {"prompt_token_ids": checked.token_ids}
+        if checked.type_1_from is not None:
+            known["token_type_ids"] = checked.token_type_ids
         if checked.cache_salt:
             known["cache_salt"] = checked.cache_salt
         if checked.prediction:
@@ -197,7 +201,8 @@ class RemoteEngine:
         if isinstance(params, SamplingParams) and params.stop and self._tokenizer is not None:
             stop_automaton(tuple(params.stop))  # cached, and built here because no stream waits for it
         with reading_prompt():
-            return self._prompts.read(prompt, cast(Any, params), cancelled)
+            name = params.prompt_name if isinstance(params, PoolingParams) else None
+            return self._prompts.read(prompt, cast(Any, params), cancelled, name)
 
     def _texts(
         self, request_id: str, checked: CheckedPrompt, params: SamplingParams | PoolingParams, metrics: RequestMetrics

@@ -64,6 +64,8 @@ from pallas_kernels.platforms import nvidia_capability
 
 logger = logging.getLogger(__name__)
 
+BIDIRECTIONAL = "bidirectional"  # `Blueprint.implementation` of an encoder: `models.encoder.BidirectionalAttend`
+
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
@@ -108,8 +110,10 @@ class Blueprint:
             limits = dataclasses.replace(limits, kv_groups=limits.kv_groups.of_layers(model.stage.layers))
             kv_format = kv_format.of_layers(model.stage.layers)
         here = local_spec(model.spec, placement.shards)
-        call = _attention_call(here, _dtype(model.params), limits, kv_format)
-        implementation = _implementation(config, call, placement)
+        implementation = BIDIRECTIONAL
+        if model.spec.encoder is None:
+            call = _attention_call(here, _dtype(model.params), limits, kv_format)
+            implementation = _implementation(config, call, placement)
         params = local_shapes(model.params)
         gated_dot = named_implementation(config, here, params, model.layout, placement.device)
         model = dataclasses.replace(model, params=placement.shapes_of(model.params))
@@ -190,7 +194,7 @@ class Blueprint:
             context=self.placement.shards.context, drafts=self.max_drafts, proposes=self.proposes,
             captures=self.model.drafter is not None and self.model.drafter.is_head,
             verify_rows=VERIFY_ROWS_ON_CPU if self.placement.platform == "cpu" else VERIFY_ROWS,
-            processed_scores=self.sampler_options.processed,
+            processed_scores=self.sampler_options.processed, texts=limits.text_shapes,
         )  # fmt: skip
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
         if self.model.drafter is not None:
@@ -256,7 +260,7 @@ class Blueprint:
         store = None if several else ProgramStore.open(
             cache_folder, self.placement.platform, _kernels(self.model), kind
         )  # fmt: skip
-        if free is None:
+        if free is None or self.model.spec.encoder is not None:
             return dataclasses.replace(self.fit(), store=store)
         key = f"{kind} {self.model.spec} {self.config} {program_key()}"
         pool = memory.remembered_pool(cache_folder, key)
@@ -286,9 +290,9 @@ class Blueprint:
     def has_unchecked_attention(self) -> bool:
         """True if attention must be checked: on accelerators, and for a CPU kernel that was just compiled.
 
-        False for latent pages (spec.latent), which have no kernel on accelerators.
+        False for latent pages (spec.latent), which have no kernel on accelerators, and for encoders.
         """
-        if self.model.spec.latent is not None:
+        if self.model.spec.latent is not None or self.model.spec.encoder is not None:
             return False
         return self.placement.platform != "cpu" or (self.implementation == "cpu" and cpu.is_new())
 

@@ -52,6 +52,12 @@ class CompiledProgram(Protocol):
         ...
 
 
+def _forward_order(program: "Program[ForwardShape]") -> tuple[int, int, int]:
+    """Decodes first, then verify programs, then by tokens. Programs of an encoder: by length, then by tokens."""
+    shape = program.shape
+    return _FORWARD_ORDER.index(kind_of(shape)), shape.row_len, shape.tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[ShapeT]):
     """A compiled program and its cost."""
@@ -95,7 +101,7 @@ class ProgramTable:
             return [program for program in programs if isinstance(program.shape, kind)]
 
         scorers: list[Program[ScoreShape]] = of(ScoreShape)
-        self.forwards = sorted(of(ForwardShape), key=lambda p: (_FORWARD_ORDER.index(kind_of(p.shape)), p.shape.tokens))
+        self.forwards = sorted(of(ForwardShape), key=_forward_order)
         self.samplers = sorted(of(SampleShape), key=lambda p: (p.shape.variant, p.shape.checks, p.shape.rows))
         drafters: list[Program[DraftShape]] = of(DraftShape)
         self._drafters = drafters
@@ -194,6 +200,7 @@ class ProgramTable:
         verifies, tokens, rows = plan.drafts is not None, plan.total_tokens, len(plan.rows)
         is_decode = plan.decodes_only and not verifies
         follows = is_decode and plan.head is not None
+        length = int(plan.num_tokens.max()) if len(plan.type_1_from) else 0
 
         def find() -> Program[ForwardShape] | None:
             for program in self.forwards:
@@ -202,7 +209,7 @@ class ProgramTable:
                 is_kind = is_kind and (not is_decode or shape.captures == follows)
                 # a sample program of a larger size does not take its result
                 is_kind = is_kind and (not verifies or shape.tokens in self.verify_sizes)
-                if is_kind and shape.tokens >= tokens and shape.rows >= rows:
+                if is_kind and shape.tokens >= tokens and shape.rows >= rows and shape.row_len >= length:
                     return program
             return None
 

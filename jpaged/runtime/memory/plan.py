@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jpaged.config import LOGPROBS_MODES, EngineConfig
+from jpaged.engine.step_plan import TextShape
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, max_blocks
 from jpaged.models.sharding import local_shape
@@ -24,7 +25,7 @@ from jpaged.runtime import nvidia_devices
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.kv_format import FP8, KVFormat
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
-from jpaged.runtime.step.program_shapes import smallest_bucket
+from jpaged.runtime.step.program_shapes import smallest_bucket, text_shapes
 from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,16 @@ class Limits:
     smallest_bucket: int  # minimum tokens and rows of a program
     custom: int = 0       # parameters of all custom logits processors
     samples: bool = True  # False: not the last pipeline stage, so no `lm_head`
+    text_shapes: tuple[TextShape, ...] = ()  # of an encoder's programs; (): a decoder
 
     @property
     def state_tokens(self) -> int:
-        """Capacity of `DeviceState.hidden`, in tokens: the largest token bucket."""
+        """Capacity of `DeviceState.hidden`, in tokens: the largest token bucket.
+
+        Of an encoder: the slots of the largest program, and a pooled vector for each of its rows.
+        """
+        if self.text_shapes:
+            return max((shape.length + 1) * shape.rows for shape in self.text_shapes)
         return max(self.max_num_batched_tokens, self.smallest_bucket)
 
     @property
@@ -145,16 +152,19 @@ class MemoryPlan:
         line = f"KV of one request of {limits.max_model_len:,} tokens: {size_text(self.request_bytes)}"
         if any(window is not None for window in kv_groups.windows):
             line += f" at most (full attention in every layer would take {size_text(self.full_attention_bytes)})"
+        if not kv_groups.windows:
+            return "no KV: each text is computed in one step"
         return line if len(kv_groups.windows) == 1 else f"{line}; {kv_groups}"
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that fit into the pool, if no KV group has freed blocks before its window."""
-        return self.num_blocks // len(self.limits.kv_groups.windows) * self.limits.block_size
+        return self.num_blocks // max(len(self.limits.kv_groups.windows), 1) * self.limits.block_size
 
     def requests_of(self, num_tokens: int) -> int:
         """Number of requests of `num_tokens` tokens that can run at once, each with its maximum of blocks."""
-        return min(self.num_blocks // self.limits.blocks_of(num_tokens), self.limits.max_num_seqs)
+        of_one = self.limits.blocks_of(num_tokens)
+        return min(self.num_blocks // of_one, self.limits.max_num_seqs) if of_one else self.limits.max_num_seqs
 
     @property
     def request_bytes(self) -> int:
@@ -165,7 +175,7 @@ class MemoryPlan:
     def full_attention_bytes(self) -> int:
         """KV bytes of the longest request if no layer had a window."""
         kv_groups = self.limits.kv_groups
-        return self.limits.width * self.block_bytes * len(kv_groups.places) // kv_groups.num_arrays
+        return self.limits.width * self.block_bytes * len(kv_groups.places) // max(kv_groups.num_arrays, 1)
 
 
 def size_text(num_bytes: int) -> str:
@@ -179,8 +189,8 @@ def tree_bytes(tree: Any) -> int:
 
 
 _PARTS = {
-    "embedding": ("embed", "pos_embed", "project_in"),
-    "output matrix": ("lm_head", "lm_head_bias", "project_out", "score"),
+    "embedding": ("embed", "pos_embed", "type_embed", "project_in"),
+    "output matrix": ("lm_head", "lm_head_bias", "project_out", "score", "score_bias", "head", "head_bias"),
     "attention": (
         "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
     ),
@@ -246,6 +256,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     Raises ModelLoadError for an option that does not fit the model or another option.
     """
     on_cpu = platform == "cpu"
+    if spec.encoder is not None:
+        return _encoder_limits(spec, config, platform)
     max_model_len = _positive("max_model_len", config.max_model_len, spec.max_position)
     if max_model_len > spec.max_position:
         raise ModelLoadError(f"max_model_len={max_model_len}: the model takes at most {spec.max_position}; lower it")
@@ -282,6 +294,42 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         )
     kv_groups = group_layers(spec.windows, max_model_len)
     return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
+
+
+def _encoder_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
+    """`decide_limits` for an encoder: a text is computed in one step, and has no KV."""
+    for name, neutral in _DECODERS_ONLY.items():
+        if getattr(config, name) != neutral:
+            raise ModelLoadError(
+                f"{name}={getattr(config, name)!r}: is for decoders, and the model is an encoder: leave it out"
+            )
+    assert spec.encoder is not None
+    longest = min(spec.max_position, spec.encoder.max_length or spec.max_position)
+    max_model_len = _positive("max_model_len", config.max_model_len, longest)
+    if max_model_len > spec.max_position:
+        raise ModelLoadError(f"max_model_len={max_model_len}: the model takes at most {spec.max_position}; lower it")
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, 256)
+    # On CPU 2,048 tokens fill the cores, and their hidden states stay in the caches.
+    default_budget = max(2048 if platform == "cpu" else 16_384, max_model_len)
+    budget = _positive("max_num_batched_tokens", config.max_num_batched_tokens, default_budget)
+    if budget < max_model_len:
+        raise ModelLoadError(
+            f"max_num_batched_tokens={budget}: must be at least max_model_len={max_model_len}, because an encoder "
+            "computes a text in one step; raise it, or lower max_model_len"
+        )
+    smallest = smallest_bucket(spec, platform)
+    shapes = text_shapes(max_model_len, max_num_seqs, budget, smallest, config.token_buckets, config.row_buckets)
+    return Limits(
+        max_model_len, max_num_seqs, budget, config.block_size or 16, KVGroups((), (), 0), smallest, text_shapes=shapes
+    )
+
+
+# Options without an effect on an encoder, and their neutral values.
+_DECODERS_ONLY: dict[str, Any] = {
+    "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "swap_space": 0,
+    "kv_cache_dtype": "auto", "kv_cache_memory_bytes": None, "enable_lora": False, "target_step_ms": None,
+    "kv_handover": False, "attention_implementation": None,
+}  # fmt: skip
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -340,6 +388,9 @@ def fit(
     or an explicit max_model_len does not.
     """
     kv_format = kv_format or KVFormat(dtype)
+    if spec.encoder is not None:
+        # a pool has at least one block; without page arrays it takes no memory, and no request holds it
+        return MemoryPlan(limits, 1, 0, weight_bytes, temp_bytes, table_bytes(spec, limits, dtype))
     of_model = block_bytes(spec, limits, kv_format, platform)
     per_block = of_model + drafter.block
     page = kv_format.page_shapes(spec, limits.block_size)

@@ -38,6 +38,7 @@ class ForwardShape:
     drafts: int = 0  # most drafts per row of a verify program; 0: not a verify program
     proposes: bool = False  # a verify program that takes one more argument: the drafts of a drafter on the device
     captures: bool = False  # returns the step's tokens and hidden states, for a draft head
+    row_len: int = 0  # slots of each text, of an encoder: tokens == rows * row_len; 0: a decoder
 
     @property
     def max_updates(self) -> int:
@@ -49,18 +50,21 @@ class ForwardShape:
         """Upper bound of the tokens of a row, on one device."""
         if self.is_decode:
             return 1
-        return 1 + self.drafts if self.drafts else self.tokens // self.token_parts
+        return 1 + self.drafts if self.drafts else self.row_len or self.tokens // self.token_parts
 
     @functools.cached_property  # computing it would take 8 us at every step
     def cuts(self) -> dict[str, slice]:
         """Slice of each part in the packed int32 array, by name."""
-        if self.drafts:
+        if self.row_len:
+            sizes = {"output_rows": 2 * self.rows, "num_tokens": self.rows, "type_1_from": self.rows}
+            sizes["prompt_tokens"] = self.tokens
+        elif self.drafts:
             guesses = self.rows * num_guesses(self.drafts)
             sizes = {"rows": self.rows, "updates": 3 * self.max_updates, "num_tokens": self.rows}
             sizes |= {"guesses": guesses, "first_guess": self.rows}
         else:
             sizes = {"rows": self.rows, "output_rows": 2 * self.rows, "updates": 3 * self.max_updates}
-        if not self.is_decode and not self.drafts:
+        if not self.is_decode and not self.drafts and not self.row_len:
             sizes |= {
                 "num_decodes": 1,
                 "num_tokens": self.rows,
@@ -79,6 +83,8 @@ class ForwardShape:
     def __str__(self) -> str:
         if self.is_decode:
             return f"decode {self.rows} rows" + self.captures * ", followed"
+        if self.row_len:
+            return f"encode {self.rows} texts of {self.row_len} tokens"
         return f"{'verify' if self.drafts else 'mixed'} {self.tokens} tokens"
 
 
@@ -102,6 +108,9 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray
     """Pack a plan into int32[packed_size] for the forward program. updates: int32[U, 3], U <= shape.max_updates."""
     packed = np.full(shape.packed_size, -1, np.int32)  # -1 is padding
     cuts, rows = shape.cuts, len(plan.rows)
+    if shape.row_len:
+        _pack_texts(plan, packed, shape)
+        return packed
     packed[cuts["rows"]][:rows] = plan.rows
     packed[cuts["updates"]][: updates.size] = updates.ravel()
     if plan.drafts is not None:
@@ -124,6 +133,29 @@ def pack(plan: StepPlan, updates: np.ndarray, shape: ForwardShape) -> np.ndarray
         prompt[:] = 0
         prompt[plan.num_decodes : plan.num_decodes + len(plan.prompt_tokens)] = plan.prompt_tokens
     return packed
+
+
+def _pack_texts(plan: StepPlan, packed: np.ndarray, shape: ForwardShape) -> None:
+    """`pack` for an encoder. Each row's pooled vector follows the hidden states of all slots."""
+    cuts, rows = shape.cuts, len(plan.rows)
+    outputs = packed[cuts["output_rows"]].reshape(2, shape.rows)
+    outputs[0, :rows], outputs[1, :rows] = plan.rows, shape.tokens + np.arange(rows)
+    counts = packed[cuts["num_tokens"]]
+    counts[:] = 0
+    counts[:rows] = plan.num_tokens
+    packed[cuts["type_1_from"]][:rows] = plan.type_1_from
+    ids = packed[cuts["prompt_tokens"]].reshape(shape.rows, shape.row_len)
+    ids[:] = 0
+    ids[np.arange(shape.row_len) < counts[:, None]] = plan.prompt_tokens
+
+
+def slots_of_tokens(plan: StepPlan, index: np.ndarray, shape: ForwardShape) -> np.ndarray:
+    """int32[N]: indices of the step's tokens in `DeviceState.hidden`. index: int32[N], among the step's tokens."""
+    if not shape.row_len:
+        return index
+    first = np.cumsum(plan.num_tokens) - plan.num_tokens
+    row = np.searchsorted(first, index, side="right") - 1
+    return (row * shape.row_len + index - first[row]).astype(np.int32)
 
 
 def _pack_output_rows(plan: StepPlan, packed: np.ndarray) -> None:

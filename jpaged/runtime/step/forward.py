@@ -33,6 +33,7 @@ from jpaged.runtime.state import DeviceState, Field, Leaf, SamplingState, format
 from jpaged.runtime.step import context
 from jpaged.runtime.step.attention_chunks import rows_by_chunk
 from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch
+from jpaged.runtime.step.encode import forward_texts
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
@@ -192,6 +193,12 @@ def forward_of_arrays(
     params, no_extras = jax.tree.unflatten(weight_tree, weights), cast(SamplingState, None)
     state = DeviceState(*arrays, sampling=no_extras, page_v_dim=page_v_dim)
     hidden, proposed = (None, more) if shape.proposes else (more, None)
+    if shape.row_len:
+        names = ("spec", "layout", "gated_dot")
+        state, result = forward_texts(
+            params, state, packed, shape=shape, **{name: options[name] for name in names}
+        )
+        return state_arrays(state), result
     state, result = forward(params, state, packed, hidden, proposed, shape=shape, **options)
     return state_arrays(state), result
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpaged.engine.step_plan import SamplerVariant
+from jpaged.engine.step_plan import SamplerVariant, TextShape
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.step.batch import ForwardShape
@@ -21,6 +21,7 @@ MAX_FORWARD_PROGRAMS = 8
 # matmuls of an 8B model take longer with each row.
 GPU_DECODES, GPU_MIN_ROWS, GPU_ROW_STEP = (0.5, 0.75), 128, 32
 MAX_FULL_BUCKETS = 2  # of `sample` programs with SamplerVariant.FULL
+MIN_TEXT = 16  # shortest length to which an encoder's texts are padded
 # Below 8 rows XLA's CPU matmuls give other bits, and bf16 is 5 to 18 times slower. 8 rows take as long as 2.
 MIN_BUCKET = 8
 # XLA's CPU reductions give other bits if all rows together have fewer elements than this.
@@ -57,6 +58,25 @@ VERIFY_ROWS = (8, 32)
 VERIFY_ROWS_ON_CPU = (1, 8)
 
 
+def text_shapes(
+    max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, smallest: int,
+    lengths: Sequence[int] | None = None, rows: Sequence[int] | None = None,
+) -> tuple[TextShape, ...]:  # fmt: skip
+    """Shapes of an encoder's programs, by length, then by rows. A text always runs at the smallest length that fits it.
+
+    smallest: minimum tokens of a program. lengths, rows: the caller's buckets; None: powers of two, and for each length
+    the most rows that the token budget allows, an eighth of them, and a 64th.
+    """
+    shapes: list[TextShape] = []
+    lengths = _checked(lengths, 1, max_model_len) if lengths else _powers(min(MIN_TEXT, max_model_len), max_model_len)
+    for length in lengths:
+        most = max(1, min(max_num_seqs, max_num_batched_tokens // length))
+        least = min(most, -(-smallest // length))
+        counts = _checked(rows, least, most) if rows else sorted({max(least, -(-most // n)) for n in (1, 8, 64)})
+        shapes += (TextShape(length, count) for count in counts)
+    return tuple(shapes)
+
+
 def bucket_shapes(
     *,
     max_num_seqs: int,
@@ -74,6 +94,7 @@ def bucket_shapes(
     captures: bool = False,
     verify_rows: Sequence[int] = VERIFY_ROWS,
     processed_scores: bool = False,
+    texts: Sequence[TextShape] = (),
 ) -> list[Shape]:
     """Shapes of the program table, at most MAX_STEP_PROGRAMS unless the caller names the buckets; 2 more on a GPU.
 
@@ -88,6 +109,7 @@ def bucket_shapes(
     processed_scores: `score` programs can score by the distribution that a row samples from.
     context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
     they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
+    texts: shapes of an encoder's forward programs, in place of token buckets.
     """
     max_rows = max(max_num_seqs, smallest)
     max_tokens = max(max_num_batched_tokens, smallest)
@@ -95,6 +117,12 @@ def bucket_shapes(
         rows = _checked(row_buckets, smallest, max_rows)
     else:
         rows = _thin(_powers(smallest, max_rows), MAX_ROW_BUCKETS)
+    if texts:
+        encodes = [
+            ForwardShape(False, text.rows * text.length, text.rows, block_size, 0, row_len=text.length)
+            for text in texts
+        ]
+        return [*encodes, *(PoolShape(n) for n in _thin(_powers(smallest, max_rows), MAX_ROW_BUCKETS))]
     if token_buckets:
         tokens = _checked(token_buckets, smallest, max_tokens)
     else:
