@@ -65,7 +65,7 @@ class Calibration:
     def _run(self, layer: int, leaves: Params, states: np.ndarray, *, watched: bool) -> tuple[Any, dict[str, Any]]:
         leaves = layer_vectors(self._vectors, layer) | leaves
         spec = self._spec
-        return _run(spec, leaves, states, spec.attention(layer), spec.layer_rope(layer), watched)
+        return _run(spec, leaves, states, spec.mixer(layer), spec.layer_rope(layer), watched)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "options", "rope", "watched"))

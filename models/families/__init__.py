@@ -24,6 +24,7 @@ from jpaged.models.families.opt import OPT
 from jpaged.models.families.phi3 import PHI3
 from jpaged.models.families.qwen2 import QWEN2
 from jpaged.models.families.qwen3 import QWEN3
+from jpaged.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from jpaged.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.smollm3 import SMOLLM3
 from jpaged.models.families.starcoder2 import STARCODER2
@@ -33,6 +34,7 @@ from jpaged.models.spec import DecoderSpec
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT,
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
+    QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 # Sequence classifiers: the base model with a score matrix. Transformers has none for Granite and OLMo 2.

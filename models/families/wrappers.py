@@ -13,6 +13,8 @@ from jpaged.errors import ModelLoadError
 WRAPPERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "KimiK25ForConditionalGeneration": dict.fromkeys(("kimi_k2", "deepseek_v3"), "DeepseekV3ForCausalLM"),
 }
 # Transformers' defaults that the families do not have themselves.
@@ -24,6 +26,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {
         "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 131_072,
+    },
+    "qwen3_5_text": {
+        "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+    },
+    "qwen3_5_moe_text": {
+        "vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
     },
 }  # fmt: skip
 # Keys of the wrapper that hold for the text model, if it has none of its own.

@@ -37,6 +37,11 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         if kind == "phi3":
             linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
+        if "linear_num_key_heads" in c:
+            linears["q_proj"] = (2 * q, hidden)
+            if c["layer_types"][i] == "linear_attention":
+                shapes |= _delta_shapes(c, at)
+                linears = {}
         for name, shape in linears.items():
             shapes[f"{at}self_attn.{name}.weight"] = shape
             if kind == "qwen2_moe" and name != "o_proj" and c.get("qkv_bias", True):
@@ -45,7 +50,7 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
         if kind == "gpt_oss":
             shapes[f"{at}self_attn.sinks"] = (heads,)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text") or ("linear_num_key_heads" in c and linears):
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
         if kind in ("olmo2", "olmo3"):
             shapes |= {f"{at}self_attn.q_norm.weight": (q,), f"{at}self_attn.k_norm.weight": (kv,)}
@@ -72,6 +77,23 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if not c.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (c["vocab_size"], hidden)
     return shapes
+
+
+def _delta_shapes(c: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a gated DeltaNet of Qwen3-Next or Qwen3.5."""
+    hidden, at = c["hidden_size"], f"{at}linear_attn."
+    v_heads, dim = c["linear_num_value_heads"], c["linear_key_head_dim"]
+    keys, values = 2 * c["linear_num_key_heads"] * dim, v_heads * dim
+    rows = {"in_proj_qkv": keys + values, "in_proj_z": values, "in_proj_b": v_heads, "in_proj_a": v_heads}
+    if c["model_type"] == "qwen3_next":
+        rows = {"in_proj_qkvz": keys + 2 * values, "in_proj_ba": 2 * v_heads}
+    return {f"{at}{name}.weight": (size, hidden) for name, size in rows.items()} | {
+        f"{at}conv1d.weight": (keys + values, 1, c["linear_conv_kernel_dim"]),
+        f"{at}A_log": (v_heads,),
+        f"{at}dt_bias": (v_heads,),
+        f"{at}norm.weight": (dim,),
+        f"{at}out_proj.weight": (hidden, values),
+    }
 
 
 def _gpt2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -196,7 +218,13 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
             else:
                 shapes[f"{moe}experts.{name}"] = (num, columns, rows)
         return shapes
-    if kind not in ("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
+    if kind == "qwen3_5_moe_text":
+        num, inter = c["num_experts"], c["moe_intermediate_size"]
+        shapes = {f"{at}mlp.gate.weight": (num, hidden), f"{at}mlp.shared_expert_gate.weight": (1, hidden)}
+        shapes[f"{at}mlp.experts.gate_up_proj"] = (num, 2 * inter, hidden)
+        shapes[f"{at}mlp.experts.down_proj"] = (num, hidden, inter)
+        return shapes | _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
+    if kind not in ("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3"):
         return None
     if kind.startswith("deepseek"):
         num, dense = c["n_routed_experts"], layer < c["first_k_dense_replace"]
@@ -208,7 +236,7 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
     shapes, inter = {f"{at}mlp.gate.weight": (num, hidden)}, c["moe_intermediate_size"]
     for e in range(num):
         shapes |= _gated_feed_forward(f"{at}mlp.experts.{e}", hidden, inter)
-    if kind == "qwen2_moe":
+    if kind in ("qwen2_moe", "qwen3_next"):
         shapes |= _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
         shapes[f"{at}mlp.shared_expert_gate.weight"] = (1, hidden)
     if kind == "deepseek_v3":

@@ -182,6 +182,7 @@ _PARTS = {
     "embedding": ("embed", "pos_embed", "project_in"),
     "output matrix": ("lm_head", "project_out", "score"),
     "attention": ("qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks"),
+    "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
@@ -273,7 +274,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
     if spec.pools and config.row_buckets is not None:
         raise ModelLoadError("row_buckets: with runner='pooling' there are no decode programs; leave it out")
-    kv_groups = group_layers(spec.windows, max_model_len)
+    kv_groups = group_layers(spec.windows, max_model_len, spec.recurrent)
     return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
 
 
