@@ -10,17 +10,21 @@
 - `grouped_lora` adds each row's own low-rank adapter to the result of a matmul; `lora_expand` is its second half.
 - `lora_dot` is `dot` and `grouped_lora` in one native kernel on CPU.
 - `quantized_grouped_dot` is `grouped_dot` with quantised matrices.
+- `gated_delta`, `mamba2` and `causal_conv` are layers that keep a state of fixed size for each row.
 - `self_check` compares the implementations chosen for a device with the reference.
 - `rms_norm_rows`, `silu_and_mul`, `argmax_rows` and `gather_rows` work on single rows, with native kernels on CPU.
 - `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
 """
 
+from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.dot import dot
+from pallas_kernels.gated_delta import gated_delta
 from pallas_kernels.gated_dot import gated_dot
 from pallas_kernels.gated_dot.activation import activate
 from pallas_kernels.grouped_dot import grouped_dot
 from pallas_kernels.grouped_lora import grouped_lora, lora_dot, lora_expand
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.mamba2 import mamba2
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_dot import QuantizedWeight, quantize, quantized_dot
 from pallas_kernels.quantized_grouped_dot import quantized_grouped_dot
@@ -37,14 +41,17 @@ __all__ = [
     "activate",
     "apply_rope",
     "argmax_rows",
+    "causal_conv",
     "dot",
     "finish_qkv",
+    "gated_delta",
     "gated_dot",
     "gather_rows",
     "grouped_dot",
     "grouped_lora",
     "lora_dot",
     "lora_expand",
+    "mamba2",
     "norm_and_rope",
     "paged_attention",
     "quantize",

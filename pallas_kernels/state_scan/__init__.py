@@ -1,0 +1,43 @@
+"""state_scan: a linear recurrence over the tokens of ragged rows, with one matrix of state for each row and head.
+
+`gated_delta` and `mamba2` are its public forms: they check their arguments and call `state_scan`.
+"""
+
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.platforms import Implementation, pick
+from pallas_kernels.state_scan import reference, xla
+from pallas_kernels.state_scan.call import ScanCall
+
+# An implementation takes a ScanCall and returns (out, states). Its `refuse` takes (device, call).
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.state_scan),
+    "xla": Implementation(xla.state_scan),
+}
+
+
+def state_scan(
+    call: ScanCall, implementation: str | None = None
+) -> tuple[Float[Array, "tokens heads v_dim"], Float[Array, "slots heads k_dim v_dim"]]:
+    """Outputs of all tokens, and the states after the last token of each row.
+
+    For each token t of a row, in order, and each head h (of q and k: head h // v_per_k), with S [k_dim, v_dim]:
+
+        S = exp(decay[t]) * S
+        S = S + k[t] (outer) factor[t] * (v[t] - k[t] . S if is_delta else v[t])
+        out[t] = scale * q[t] . S + skip * v[t]
+
+    is_delta: the delta rule. q and k are divided by sqrt(sum of squares + 1e-6) first.
+    decay:    logarithm, at most 0. skip: None: 0.
+    slots:    the slot of each row's state. positions: of each row's first token; at 0, S starts as zeros.
+
+    Row i has the tokens query_start_loc[i] to query_start_loc[i + 1] - 1. Rows without tokens write no state. Tokens
+    from query_start_loc[-1] on are padding, with undefined results. Sums and states are float32. Results have v's
+    dtype. In place if the states are donated. No two rows with tokens may share a slot.
+
+    implementation: None: the best one for the platform that the call is lowered for.
+    """
+    if implementation is not None:
+        return pick(IMPLEMENTATIONS, implementation, call)(call)
+    return xla.state_scan(call)
