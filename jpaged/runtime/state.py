@@ -86,7 +86,7 @@ class DeviceState:
     # int32[2, program_rows]  rows of the last step that sample or pool: (row, index in `hidden`); padding is -1
     output_rows: Leaf
     # for each recurrent layer, two arrays [state_slots, ...]: inputs of the convolution, in the model's dtype, and
-    # float32 matrices. Slot i < max_num_seqs is of row i
+    # float32 matrices. Slot i < max_num_seqs is of row i, the others are snapshots
     recurrent: tuple[tuple[Leaf, Leaf], ...]
     sampling: SamplingState
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
@@ -112,6 +112,7 @@ class StateSizes:
     tokens: int      # capacity of `hidden`
     program_rows: int  # maximum rows of a program
     custom: int = 0  # parameters of all custom logits processors
+    snapshots: int = 0  # slots of recurrent layers, besides one for each row
     samples: bool = True  # False: not the last pipeline stage; `hidden` and the extras are empty
 
 
@@ -153,11 +154,11 @@ def state_shapes(
 def _recurrent_shapes(
     spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, array: Callable[..., Any]
 ) -> tuple[tuple[Any, Any], ...]:
-    """`DeviceState.recurrent`: one slot for each row of the request table."""
+    """`DeviceState.recurrent`: one slot for each row of the request table and for each snapshot."""
     if spec.delta is None:
         return ()
-    inputs, matrices = spec.delta.state_shapes()
-    of_layer = (array(dtype, sizes.rows, *inputs), array(np.float32, sizes.rows, *matrices))
+    slots, (inputs, matrices) = sizes.rows + sizes.snapshots, spec.delta.state_shapes()
+    of_layer = (array(dtype, slots, *inputs), array(np.float32, slots, *matrices))
     return (of_layer,) * sum(spec.recurrent)
 
 
