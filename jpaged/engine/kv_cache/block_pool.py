@@ -72,7 +72,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.peak_used = 0
         self.host_tier = host_tier
-        self.states: StateSlots | None = None  # None: the model has no recurrent layers
+        self.state_slots: StateSlots | None = None  # None: the model has no recurrent layers
         self.moves: list[tuple[BlockMove, int, int]] = []  # moves of blocks for the next plan, in order
         self.step = 0  # number of the step being planned; the scheduler counts it up
         self._ref_counts = [0] * num_blocks
@@ -204,13 +204,13 @@ class BlockPool:
         self._names = [None] * self.num_blocks
         if self.host_tier is not None:
             self.host_tier.forget_all()
-        if self.states is not None:
-            self.states.forget_all()
+        if self.state_slots is not None:
+            self.state_slots.forget_all()
 
     def take_moves(self) -> list[tuple[BlockMove, int, int]]:
         """All moves since the last call, in order: (kind, from, to)."""
         moves, self.moves = self.moves, []
-        return moves if self.states is None else moves + self.states.take_moves()
+        return moves if self.state_slots is None else moves + self.state_slots.take_moves()
 
     def reset_peak(self) -> None:
         """Set the peak of used blocks to the number used now."""

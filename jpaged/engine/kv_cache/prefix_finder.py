@@ -84,7 +84,7 @@ class PrefixFinder:
     def _find(self, request: Request, find: FindBlock) -> Prefix:
         """The longest prefix by `find`, in KV and in state."""
         longest = prefix = self._find_blocks(request, request.max_cached_tokens // self._windows.block_size, find)
-        states = self._pool.states
+        states = self._pool.state_slots
         while states is not None and (length := states.longest(request, prefix.num_blocks)) < prefix.num_blocks:
             prefix = self._find_blocks(request, length, find)
         return dataclasses.replace(prefix, branch_blocks=longest.num_blocks)
