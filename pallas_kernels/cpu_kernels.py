@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 
+from pallas_kernels.causal_conv.cpu import KERNEL as CAUSAL_CONV
+from pallas_kernels.causal_conv.cpu import kernel as causal_conv
 from pallas_kernels.dot.cpu import KERNEL as DOT
 from pallas_kernels.dot.cpu import kernel as dot
 from pallas_kernels.grouped_dot.cpu import KERNEL as GROUPED_DOT
@@ -28,27 +30,32 @@ from pallas_kernels.row_ops.cpu import KERNEL as ROW_OPS
 from pallas_kernels.row_ops.cpu import kernel as row_ops
 from pallas_kernels.set_rows.cpu import KERNEL as SET_ROWS
 from pallas_kernels.set_rows.cpu import kernel as set_rows
+from pallas_kernels.state_scan.cpu import KERNEL as STATE_SCAN
+from pallas_kernels.state_scan.cpu import kernel as state_scan
 from pallas_kernels.write_kv.cpu import KERNEL as WRITE_QKV
 from pallas_kernels.write_kv.cpu import kernel as write_qkv
 
 # by module of the native kernel: the function that loads it into this process
 KERNELS = {
-    DOT: dot, GROUPED_DOT: grouped_dot, GROUPED_LORA: grouped_lora, PAGED_ATTENTION: paged_attention,
-    QUANTIZED_DOT: quantized_dot, QUANTIZED_GROUPED_DOT: quantized_grouped_dot, ROW_OPS: row_ops, SET_ROWS: set_rows,
-    WRITE_QKV: write_qkv,
+    CAUSAL_CONV: causal_conv, DOT: dot, GROUPED_DOT: grouped_dot, GROUPED_LORA: grouped_lora,
+    PAGED_ATTENTION: paged_attention, QUANTIZED_DOT: quantized_dot, QUANTIZED_GROUPED_DOT: quantized_grouped_dot,
+    ROW_OPS: row_ops, SET_ROWS: set_rows, STATE_SCAN: state_scan, WRITE_QKV: write_qkv,
 }  # fmt: skip
 _ROOT = pathlib.Path(__file__).parents[1]
 _ahead: set[str] = set()  # modules that `compile_ahead` has seen
 
 
-def kernels_of_model(*, quantized: bool, experts: bool, adapters: bool = False) -> tuple[str, ...]:
+def kernels_of_model(
+    *, quantized: bool, experts: bool, adapters: bool = False, convolutions: bool = False, scans: bool = False
+) -> tuple[str, ...]:
     """Modules of the kernels that a model's programs may call.
 
     quantized, experts: the model has such weights. adapters: its programs take LoRA adapters.
+    convolutions: its layers call `causal_conv`. scans: they call `gated_delta` or `mamba2`.
     """
     unused = {
         QUANTIZED_DOT: not quantized, GROUPED_DOT: not experts, QUANTIZED_GROUPED_DOT: not (quantized and experts),
-        GROUPED_LORA: not adapters,
+        GROUPED_LORA: not adapters, CAUSAL_CONV: not convolutions, STATE_SCAN: not scans,
     }  # fmt: skip
     return tuple(module for module in KERNELS if not unused.get(module))
 

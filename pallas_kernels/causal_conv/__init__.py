@@ -1,13 +1,15 @@
 """causal_conv: a depthwise convolution over the last few tokens of ragged rows, with the earlier inputs as state."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.causal_conv import reference, xla
+from pallas_kernels.causal_conv import cpu, reference, xla
 from pallas_kernels.checks import expect_floats, expect_static
-from pallas_kernels.platforms import Implementation, pick
+from pallas_kernels.platforms import Implementation, pick, takes_native
 from pallas_kernels.state_scan.call import expect_rows
 
 ACTIVATIONS = (None, "silu")
@@ -15,6 +17,7 @@ ACTIVATIONS = (None, "silu")
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.causal_conv),
     "xla": Implementation(xla.causal_conv),
+    "cpu": Implementation(cpu.causal_conv, cpu.refuse),
 }
 
 
@@ -47,7 +50,8 @@ def causal_conv(
     max_query_len: static upper bound of the tokens per row.
     activation:    None or "silu".
     implementation: None: the best one for the platform that the call is lowered for. "reference" is one token after the
-                   other, "xla" all tokens at once.
+                   other, "xla" all tokens at once, "cpu" a native kernel for CPU. A row's bits on CPU depend on its
+                   own tokens only, not on how they are divided into calls.
 
     Sums are float32, and rounded once, to x's dtype. Raises ValueError, which names the argument, if shapes or dtypes
     do not fit, or if the implementation refuses the call.
@@ -57,10 +61,13 @@ def causal_conv(
     bias = jnp.zeros(x.shape[1], jnp.float32) if bias is None else bias.astype(jnp.float32)
     index = (array.astype(jnp.int32) for array in (slots, positions, query_start_loc))
     call = (x, weight.astype(jnp.float32), bias, states, *index)
+    options: dict[str, Any] = {"max_query_len": most, "activation": activation}
     if implementation is not None:
-        chosen = pick(IMPLEMENTATIONS, implementation, x, states, most)
-        return chosen(*call, max_query_len=most, activation=activation)
-    return xla.causal_conv(*call, max_query_len=most, activation=activation)
+        return pick(IMPLEMENTATIONS, implementation, x, states, most)(*call, **options)
+    by_xla = functools.partial(xla.causal_conv, **options)
+    if not takes_native(cpu.refuse, x, states, most):
+        return by_xla(*call)
+    return lax.platform_dependent(*call, cpu=functools.partial(cpu.causal_conv, **options), default=by_xla)
 
 
 def _expect(x: Any, weight: Any, bias: Any, states: Any, max_query_len: Any, activation: str | None) -> int:

@@ -47,7 +47,8 @@ def gated_delta(
     max_query_len: static upper bound of the tokens per row.
     scale:         of q; None: k_dim ** -0.5.
     implementation: None: the best one for the platform that the call is lowered for. "reference" is one token after the
-                   other, "xla" one token of each row at a time.
+                   other, "xla" one token of each row at a time, "cpu" a native kernel for CPU. A row's bits on CPU
+                   depend on its own tokens only, not on how they are divided into calls.
 
     Sums are float32. out has v's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit, or
     if the implementation refuses the call.

@@ -4,16 +4,18 @@
 """
 
 
+from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.platforms import Implementation, pick
-from pallas_kernels.state_scan import reference, xla
+from pallas_kernels.platforms import Implementation, pick, takes_native
+from pallas_kernels.state_scan import cpu, reference, xla
 from pallas_kernels.state_scan.call import ScanCall
 
 # An implementation takes a ScanCall and returns (out, states). Its `refuse` takes (device, call).
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.state_scan),
     "xla": Implementation(xla.state_scan),
+    "cpu": Implementation(cpu.state_scan, cpu.refuse),
 }
 
 
@@ -40,4 +42,6 @@ def state_scan(
     """
     if implementation is not None:
         return pick(IMPLEMENTATIONS, implementation, call)(call)
-    return xla.state_scan(call)
+    if not takes_native(cpu.refuse, call):
+        return xla.state_scan(call)
+    return lax.platform_dependent(call, cpu=cpu.state_scan, default=xla.state_scan)

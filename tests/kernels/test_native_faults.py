@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVPages, paged_attention, write_qkv
+from pallas_kernels import KVPages, gated_delta, paged_attention, write_qkv
+from pallas_kernels.causal_conv import cpu as conv_cpu
 from pallas_kernels.cpu_kernels import KERNELS
 from pallas_kernels.dot import cpu as dot_cpu
 from pallas_kernels.grouped_dot import cpu as grouped_cpu
@@ -28,6 +29,7 @@ from pallas_kernels.quantized_grouped_dot import cpu as quantized_grouped_cpu
 from pallas_kernels.row_ops import cpu as row_cpu
 from pallas_kernels.row_ops import silu_and_mul
 from pallas_kernels.set_rows import cpu as rows_cpu
+from pallas_kernels.state_scan import cpu as scan_cpu
 from pallas_kernels.write_kv import cpu as write_cpu
 from tests.kernels.oracle import Shape, make_case
 from tests.support.device_arrays import device_array
@@ -313,10 +315,24 @@ def programs():
     def gate(x):
         return silu_and_mul(x, 640)
 
+    def scan(x, states, rows):
+        k, decay = x.reshape(32, 4, 128), -abs(x[:, :8])
+        v = jnp.concatenate([k, k], axis=1)
+        return gated_delta(k, k, v, decay, decay, states, *rows, max_query_len=30, implementation="cpu")
+
+    def convolve(x, weight, states, rows):
+        return conv_cpu.causal_conv(
+            x, weight[:4], weight[4], states, *rows, max_query_len=30, activation="silu"
+        )
+
     def write(pages, qkv, slots):
         return write_qkv(pages, qkv, slots, implementation="cpu")
 
+    states, wide = np.ones((3, 8, 128, 128), np.float32), np.tile(weight[:128], 8)
+    rows = tuple(np.array(index, np.int32) for index in ((1, 0), (0, 9), (0, 30, 32)))
     return {
+        conv_cpu.KERNEL: (convolve, (wide[5:37], wide[:5], wide[:6].reshape(2, 3, 4096), rows)),
+        scan_cpu.KERNEL: (scan, (x, states, rows)),
         dot_cpu.KERNEL: (product, (x, weight)),
         grouped_cpu.KERNEL: (experts, (blocks, matrices)),
         lora_cpu.KERNEL: (

@@ -1,13 +1,17 @@
 """Kernels with a state for each row, against recurrences in float64: outputs, states, slots that must not change."""
 
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.gated_delta import gated_delta
 from tests.kernels import state_oracle as oracle
+from tests.support.device_arrays import device_array
 
 slow = pytest.mark.slow
 SHAPES = {
@@ -17,7 +21,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=slow)])
+@pytest.mark.parametrize("implementation", ["xla", "cpu", pytest.param("reference", marks=slow)])
 @pytest.mark.parametrize("operation", SHAPES)
 def test_ragged_rows(operation, implementation):
     shape = SHAPES[operation]
@@ -58,3 +62,72 @@ def test_options_that_do_not_fit_are_named(plain_errors):
     case["states"] = jax.ShapeDtypeStruct(case["states"].shape, jnp.bfloat16)
     with pytest.raises(ValueError, match="states of bfloat16: must be float32"):
         gated_delta(*case.values(), max_query_len=32)
+
+
+# --- native kernels for CPU ------------------------------------------------------------------------------------------
+
+
+def rows_of(case, tokens, position, slots):
+    """The same inputs as one row of `tokens` (begin, end), at a position, with other states."""
+    begin, end = tokens
+    names = [name for name in case if name in ("q", "k", "v", "decay", "beta", "x", "dt", "b", "c")]
+    if "weight" in case:
+        names = ["x"]
+    moved = {name: device_array(np.roll(np.asarray(case[name]), -begin, axis=0), case[name].dtype) for name in names}
+    starts = np.full(len(case["query_start_loc"]), end - begin)
+    starts[0] = 0
+    positions = np.full(len(slots), position)
+    index = {"slots": slots, "positions": positions, "query_start_loc": starts}
+    return {**case, **moved, **{name: device_array(x, "int32") for name, x in index.items()}}
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=slow)])
+@pytest.mark.parametrize("operation", SHAPES)
+def test_bits_on_cpu_do_not_depend_on_how_tokens_are_divided(operation, dtype):
+    """Cold or continued, as a chunk or token by token, alone or between other rows: the same bits."""
+    shape = dataclasses.replace(SHAPES[operation], dtype=dtype)
+    case = oracle.make_case(shape, ((3, 5), (20, 0), (2, 0)))
+    slots = np.asarray(case["slots"])
+    whole, states = oracle.run(shape, case, "cpu")
+    for ends in ([20], [1, 2, 20], [7, 8, 17, 20], list(range(1, 21))):
+        own, begin = case["states"], 0
+        for end in ends:
+            part = rows_of(case, (3 + begin, 3 + end), begin, np.roll(slots, -1))
+            out, after = oracle.run(shape, {**part, "states": own}, "cpu")
+            assert out.tobytes() == whole[3 + begin : 3 + end].tobytes()
+            own, begin = device_array(after, after.dtype), end
+        assert after[slots[1]].tobytes() == states[slots[1]].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [("gated_delta", "cpu"), *(pytest.param(name, i, marks=slow) for name in SHAPES for i in ("cpu", "xla"))],
+)
+def test_donated_states_are_not_copied(operation, implementation):
+    """XLA operations copy the states of the call's rows, not all states."""
+    shape = dataclasses.replace(SHAPES[operation], slots=4096, tokens=8, rows=4)
+    case = oracle.make_case(shape, ((1, 0), (3, 1), (1, 7)))
+    call = jax.jit(oracle.call_of(shape, implementation, 8), donate_argnames=("states",))
+    given = [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.values()]
+    memory = call.lower(**dict(zip(case, given, strict=True))).compile().memory_analysis()
+    size = case["states"].nbytes
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size // 50
+
+
+@pytest.mark.parametrize("operation", SHAPES)
+def test_the_native_kernel_is_chosen_on_cpu(operation):
+    shape = SHAPES[operation]
+    case = oracle.make_case(shape)
+    text = jax.jit(oracle.call_of(shape, None, 32)).lower(*case.values()).as_text()
+    assert ("causal_conv" if operation == "causal_conv" else "state_scan") + ".cpu_kernel" in text
+
+
+def test_sizes_that_are_not_whole_vectors_are_left_to_xla(plain_errors):
+    shape = oracle.Shape(k_dim=8)
+    case = oracle.make_case(shape)
+    with pytest.raises(ValueError, match="states of 8 x 16 numbers: it takes multiples of 16"):
+        gated_delta(*case.values(), max_query_len=32, implementation="cpu")
+    text = jax.jit(oracle.call_of(shape, None, 32)).lower(*case.values()).as_text()
+    assert "cpu_kernel" not in text
