@@ -5,8 +5,8 @@
    in page array j. A block is one page in each array, so any KV group can use any block, and one pool serves all kinds.
 3. A request has one block table per KV group. A KV group with a window frees the blocks before the window.
 
-A recurrent layer keeps no KV, so it is in no KV group. Its place is after them: in the list of page arrays comes one
-entry for each recurrent layer, and in the list of KV groups one entry for all of them.
+A recurrent layer keeps no KV, so it is in no KV group. Its state has a place after the page arrays, one for each such
+layer. All of them share a place after the KV groups.
 
 If all layers are of one kind, there is one KV group with one page array per layer. The design is that of vLLM's hybrid
 KV cache manager.

@@ -340,7 +340,10 @@ def _run_layer(
     options: AttentionOptions | GatedDelta,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
-    """Attention or a recurrent layer, and the feed-forward network, with norms and residual sums. Without experts, the third result is None."""
+    """Attention or a recurrent layer, then the feed-forward network, with norms and residual sums.
+
+    Without experts, the third result is None.
+    """
     is_first = context.spec.norm_position in (NormPosition.PRE, NormPosition.SANDWICH)
     normed = normalise("attn_norm", x, context) if is_first else x
     return run_normed_layer(x, normed, context, pages, metadata, options, attend)

@@ -365,7 +365,7 @@ class Runner(Protocol[HandleT]):
     min_jump_per_request: float
     max_drafts: int  # most drafts per row of a verify step; 0: the engine does not speculate
     num_adapter_slots: int  # LoRA adapters that are on the device at a time; 0: requests have none
-    recurrent_sizes: RecurrentSizes | None  # slots for the state of recurrent layers; None: the model has no such layers
+    recurrent_sizes: RecurrentSizes | None  # slots for recurrent state; None: the model has no recurrent layers
 
     @property
     def compiles_after_ready(self) -> int:

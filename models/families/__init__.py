@@ -37,11 +37,11 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
-# Sequence classifiers: the base model with a score matrix. Transformers has none for Granite and OLMo 2.
+# Sequence classifiers: the base model with a score matrix. Transformers has none for Granite, OLMo 2 and Qwen3.5-MoE.
 ARCHITECTURES |= {
     family.architectures[1].removesuffix("Model") + CLASSIFIER: family
     for family in FAMILIES
-    if family not in (GRANITE, OLMO2)
+    if family not in (GRANITE, OLMO2, QWEN3_5_MOE)
 }
 
 __all__ = ["ARCHITECTURES", "FAMILIES", "Family", "family_of", "spec_of"]

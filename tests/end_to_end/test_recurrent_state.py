@@ -1,7 +1,7 @@
 """Recurrent layers: the state of a row, its copies for forks, and snapshots that later requests continue from.
 
-On CPU every token is computed by the same operations in the same order, so answers have the same bits whether a prefix
-is computed, found, or computed again after preemption.
+On CPU every token is computed by the same operations in the same order. So an answer has the same bits if its prefix is
+computed, found, or computed again after preemption.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def answer(engine, prompt, params):
                pytest.param(tuple(range(1, 60)), id="all", marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_cold_equals_warm_at_every_split(runner, splits):
-    """A prompt that shares `split` tokens with an earlier prompt: found as far as a snapshot reaches, and no further."""
+    """A prompt shares `split` tokens with an earlier prompt: it starts after their last whole block."""
     whole = prompt_of(60)
     hits = []
     for split in splits:
@@ -104,9 +104,13 @@ def test_cold_equals_warm_at_every_split(runner, splits):
     assert hits == [split // BLOCK_SIZE * BLOCK_SIZE for split in splits]
 
 
-def test_the_second_turn_finds_all_of_the_first(runner):
-    """Prompt and answer, as far as they fill blocks, for answers of any length."""
-    for length in range(1, 18):
+@pytest.mark.parametrize(
+    "lengths", [pytest.param((3, 4, 5), id="around a block"),
+                pytest.param(tuple(range(1, 18)), id="all", marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_the_second_turn_finds_all_of_the_first(runner, lengths):
+    """All whole blocks of prompt and answer, for answers of any length."""
+    for length in lengths:
         engine, prompt = make_engine(runner), prompt_of(21)
         first = run(engine, [(prompt, greedy(length))], after_step=poison_states)["0"].outputs[0].token_ids
         computed = len(prompt) + length - 1  # the last token is not computed
@@ -128,10 +132,20 @@ def test_a_prefix_of_two_requests_is_found_by_the_third(runner):
     assert cached[1] < cached[2] == 32
 
 
-@pytest.mark.parametrize("spec", [HYBRID, pytest.param(WITH_WINDOW, marks=pytest.mark.slow)], ids=["full", "window"])
+def test_samples_continue_with_the_state_of_their_prompt(runner):
+    """With one row, each sample computes the prompt again. With more, they fork."""
+    request = (prompt_of(20), SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, n=3, temperature=0.9, seed=1))
+    forked, apart = (
+        run(make_engine(runner, caching=False, rows=rows), [request], after_step=poison_states)["0"] for rows in (4, 1)
+    )
+    assert bits(forked) == bits(apart)
+    assert len({tuple(each.token_ids) for each in forked.outputs}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize(
-    "kind", [{"n": 3, "temperature": 0.9}, pytest.param({}, marks=pytest.mark.slow),
-             pytest.param({"use_beam_search": True, "beam_width": 3, "n": 2}, marks=pytest.mark.slow)],
+    "kind", [{"n": 3, "temperature": 0.9}, {}, {"use_beam_search": True, "beam_width": 3, "n": 2}],
     ids=["samples", "one", "beams"],
 )  # fmt: skip
 def test_forks_and_preemption_change_no_answer(runner, spec, kind):
@@ -140,10 +154,13 @@ def test_forks_and_preemption_change_no_answer(runner, spec, kind):
         SamplingParams(max_tokens=30, ignore_eos=True, logprobs=2, **{"temperature": 0, "seed": i, **kind})
         for i in range(5)
     ]
-    requests = [(prompt_of(length, seed=length), each) for length, each in zip((7, 16, 25, 33, 40), params, strict=True)]
+    lengths = (7, 16, 25, 33, 40)
+    requests = [(prompt_of(length, seed=length), each) for length, each in zip(lengths, params, strict=True)]
     wanted = alone(make_engine(runner), requests)
     for options in ({}, {"caching": False}, {"host_slots": HOST_SLOTS, "costs": FETCH}):
-        engine = make_engine(runner, num_blocks=26 if len(runner.windows) == 1 else 60, **options)
+        blocks = {"full": 26, "one": 28, "several": 44}
+        kind_of = "full" if len(runner.windows) == 1 else "several" if kind else "one"
+        engine = make_engine(runner, num_blocks=blocks[kind_of], **options)
         for number, (prompt, each) in enumerate(requests):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, each)
         done = drain(engine, after_step=poison_states)

@@ -56,7 +56,7 @@ def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
     tensors = {name: _values(name, shape, seed) for name, shape in shapes.items() if name not in packed}
     for name in packed:
         tensors |= _fp8_values(name, shapes[name], seed)
-    if variant.config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5")):  # their norms add one to the weights
+    if variant.config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5")):  # norms that add one to the weights
         offset = [name for name in tensors if "norm" in name and "linear_attn" not in name]
         tensors |= {name: tensors[name] - np.float32(1) for name in offset}
     return write_safetensors(folder / "model.safetensors", tensors, frozenset(packed))

@@ -58,7 +58,8 @@ class KVCacheManager:
         pays = transfer_costs is None or transfer_costs.keeping_pays(block_size)
         tier = HostTier(host_slots) if host_slots and pays else None
         self.pool = BlockPool(num_blocks, len(windows), tier)
-        self.states = self.pool.state_slots = None if recurrent_sizes is None else StateSlots(recurrent_sizes, block_size)
+        self.states = None if recurrent_sizes is None else StateSlots(recurrent_sizes, block_size)
+        self.pool.state_slots = self.states
         self.block_size = block_size
         self.windows = tuple(windows)
         self.num_held = 0    # blocks in all block tables; a shared block counts once per table

@@ -43,8 +43,8 @@ class PrefixFinder:
 
         A kv_group without a window needs all blocks of the prefix. A kv_group with a window needs the blocks that the
         first token after the prefix sees. The prefix has at most `Request.max_cached_tokens` tokens. Blocks of the host
-        tier count if fetching them is faster than recomputing them. With recurrent layers, it ends at a snapshot of their
-        state.
+        tier count if fetching them is faster than recomputing them. With recurrent layers, the prefix ends at a
+        snapshot of their state.
         """
         if request.skips_prefix_cache:
             return self.no_prefix
