@@ -62,6 +62,7 @@ MAX_FILES_GROWTH = 32        # open files and sockets, after warm-up
 LATE = 1.0                   # a request sent up to this many seconds before SIGTERM may meet a closed socket
 JUMPS = (-86_400.0, -3_600.0, -5.0, 5.0, 3_600.0, 86_400.0, 10 * 365 * 86_400.0)
 DOCUMENTED = {"draining", "stopping", "restarting", "overloaded_error"}  # the last is Anthropic's
+ENGINE_ENDED = {"engine_error", "api_error"}  # the last is Anthropic's
 MAX_FINDINGS = 50            # written per kind
 
 
@@ -191,6 +192,8 @@ class Chaos:
             fault = f"an answer after {seconds:.1f} s"
         if fault == "a stream that ends with an error" and self._during(start, time.monotonic(), "restart"):
             fault = None
+        if status == 500 and self.server.has_front_ends and self._during(start, time.monotonic(), "kill"):
+            fault = None
         if status == 503 and not self._during(start, time.monotonic(), "restart", "kill", "drain", "keeper"):
             fault = f"status 503 without a reason: {answer[:300]!r}"
         return f"{kind}: status {status}" if status else f"{kind}: not waited for", fault
@@ -220,6 +223,9 @@ class Chaos:
                 good = self._during(start, end, "restart", "kill")
             case "broken":
                 good = self._during(start, end, "kill", "front") or self._during(start, end, "restart", late=True)
+                good = good or (self._during(start, end, "restart") and self._during(start, end, "starting"))
+            case "error" if outcome.code in ENGINE_ENDED:  # a front end tells its clients that the engine was killed
+                good = self.server.has_front_ends and self._during(start, end, "kill")
             case "error":
                 good = outcome.code in DOCUMENTED and outcome.status in (200, 503)
                 good = good and self._during(start, end, "restart", "drain", "kill", "keeper")

@@ -96,6 +96,7 @@ class ServerProcess:
         self._log = disk.folder / "server.log"
         self._clock = folder / "clock"
         self._offset = 0.0
+        self.has_front_ends = front_ends is not None
         self._flags = [model] if front_ends is None else [model, "--api-server-count", str(front_ends)]
         self.process: subprocess.Popen[bytes]
         self.memory_at_start = 0
@@ -160,6 +161,7 @@ class ServerProcess:
         before = self.front_ends()
         victim = rng.choice(before)
         self.spans.append(Span("front", now := time.monotonic(), now + 0.1))
+        self.spans.append(starting := Span("starting", now))  # no other may be left, and then connections wait
         keeper = Span("keeper", now)  # responses may be refused until it is back
         if victim == before[0]:
             self.spans.append(keeper)
@@ -171,7 +173,7 @@ class ServerProcess:
                 time.sleep(0.05)
             return False
         finally:
-            keeper.end = time.monotonic() + FRONT_END_SECONDS
+            keeper.end = starting.end = time.monotonic() + FRONT_END_SECONDS
 
     def _down(self, kind: str) -> None:
         self.up.clear()

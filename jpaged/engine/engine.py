@@ -39,6 +39,7 @@ from jpaged.engine.scheduling.admission import AdmissionControl
 from jpaged.engine.scheduling.scheduler import Scheduler
 from jpaged.engine.scheduling.scheduler_state import SchedulerCounters, SchedulerLimits
 from jpaged.engine.scheduling.scheduling_options import SchedulingOptions
+from jpaged.engine.spare_time import SpareTime
 from jpaged.engine.speculation.speculation import Speculation
 from jpaged.engine.step_pipeline import StepPipeline
 from jpaged.engine.step_plan import Runner
@@ -96,6 +97,7 @@ class Engine:
         if options.speculation is not None:
             self._counters.speculation = SpeculationCounters.of(options.speculation.num_drafts)
         self._steps = StepLog()
+        self._spare = SpareTime()
         self._metrics = None
         if not options.disable_log_stats:
             speculates = options.speculation is not None
@@ -123,6 +125,17 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a call of `step` would do anything."""
         return bool(self._outputs.request_groups) or self.pipeline.has_work
+
+    @property
+    def spare_seconds(self) -> float:
+        """How long the caller may wait with the next call of `step`, without letting the device wait. See `spare_time`.
+
+        0 if a request waits already: then a later one would not be in the next step either.
+        """
+        if self.scheduler.num_waiting or (running := self.pipeline.running()) is None:
+            return 0.0
+        plan, began = running
+        return max(began + self._spare.seconds(plan.total_tokens) - time.monotonic(), 0.0)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -236,6 +249,8 @@ class Engine:
             raise StepError(failed, error) from error
         if collected is not None:
             seconds = collected.now - collected.began
+            if step is not None:
+                self._spare.note(collected.step.plan.total_tokens, seconds, self.pipeline.dispatched - began)
             self.scheduler.note_seconds(collected.step, seconds, collected.result.num_accepted)
             self._steps.add(collected)
             if self._counters.speculation is not None:

@@ -52,6 +52,7 @@ class StepPipeline(Generic[HandleT]):
         # By turn, oldest first. None: that turn had no step.
         self._in_flight: collections.deque[_StepInFlight[HandleT] | None] = collections.deque()
         self._last_collect = 0.0
+        self.dispatched = 0.0  # time.monotonic() when a step was dispatched last
         self._call: _DeviceCall | None = None
 
     @property
@@ -79,7 +80,7 @@ class StepPipeline(Generic[HandleT]):
             self._call = _DeviceCall("dispatch", step.plan, began)
             dispatching = _StepInFlight(step, self.runner.dispatch(step.plan), began)
         in_flight.append(dispatching)
-        dispatched = time.monotonic()
+        self.dispatched = dispatched = time.monotonic()
         phases.dispatch += dispatched - began
         if previous is None:
             self._call = None
@@ -92,6 +93,12 @@ class StepPipeline(Generic[HandleT]):
         # The device runs one step at a time: this one began when it was dispatched, or when the one before it ended.
         began, self._last_collect = max(self._last_collect, previous.began), now
         return CollectedStep(previous.step, result, result.token_ids.tolist(), began, now)
+
+    def running(self) -> tuple[StepPlan, float] | None:
+        """The only step in flight, and when the device began it. None if there are several stages, or no step."""
+        if len(self._in_flight) != 1 or (step := self._in_flight[0]) is None or self.runner.num_stages != 1:
+            return None
+        return step.step.plan, max(self._last_collect, step.began)
 
     def step_without_masks(self) -> ScheduledStep | None:
         """The newest step in flight, if it waits for masks."""

@@ -49,6 +49,8 @@ class EngineLoop:
         try:
             while self._carry_out_commands():
                 if self._can_step:
+                    if self.engine.spare_seconds > 0:  # a command came before the next step is due
+                        continue
                     self.turns.run(self.engine.step)
                     self.pauses.finish()
                     self.updates.finish()
@@ -84,15 +86,21 @@ class EngineLoop:
     def _carry_out_commands(self) -> bool:
         """Carry out all commands. Returns False after `close`.
 
-        An idle engine waits here, for a command or for the time of the next integrity check.
+        An engine waits here for a command: an idle one until the next integrity check, one with work until it must
+        schedule the next step.
         """
         commands = self.commands
         with commands.changed:
-            while not (commands.waiting or commands.is_closing or self._can_step):
-                woken = commands.changed.wait(self.turns.seconds_to_check)
-                self.turns.note_idle()
-                if not woken:
-                    break
+            while not (commands.waiting or commands.is_closing):
+                if self._can_step:
+                    if (spare := self.engine.spare_seconds) <= 0:
+                        break
+                    commands.changed.wait(spare)
+                else:
+                    woken = commands.changed.wait(self.turns.seconds_to_check)
+                    self.turns.note_idle()
+                    if not woken:
+                        break
             if commands.is_closing:
                 return False
         count = len(commands.waiting)

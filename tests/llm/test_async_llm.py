@@ -577,3 +577,34 @@ def test_the_prefix_cache_is_reset_while_no_request_runs(engine: AsyncLLM):
         return [warm.num_cached_tokens, done, cold.num_cached_tokens]
 
     assert asyncio.run(main()) == [16, True, 0]
+
+
+def test_a_request_that_arrives_while_the_host_waits_is_in_the_next_step(
+    engine: AsyncLLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+):
+    held, waits = threading.Event(), threading.Event()
+
+    def spare_seconds(engine: Engine) -> float:
+        """The next step is due as soon as there are two requests."""
+        if not held.is_set() or len(engine.scheduler.running) + engine.scheduler.num_waiting > 1:
+            return 0.0
+        waits.set()
+        return 60.0
+
+    async def work() -> None:
+        first = asyncio.create_task(collect(engine, [1, 2, 3], ENDLESS, "first"))
+        await until(lambda: len(runner.plans) > 3)
+        held.set()
+        await until(waits.is_set)
+        steps = len(runner.plans)
+        await asyncio.sleep(0.05)
+        assert len(runner.plans) == steps, "the host waits"
+        second = asyncio.create_task(collect(engine, [4, 5, 6], GREEDY, "second"))
+        await until(lambda: len(runner.plans) > steps)
+        assert runner.plans[steps].prompt_tokens.tolist() == [4, 5, 6]
+        held.clear()
+        await second
+        first.cancel()
+
+    monkeypatch.setattr(Engine, "spare_seconds", property(spare_seconds))
+    asyncio.run(work())
