@@ -87,7 +87,7 @@ CHANGES = {
     "qwen2-moe": [("renormalise", True), ("shared_gate", False), ("shared_size", 0)],
     "qwen3-moe": [("renormalise", False), ("per_token", 3)],
     "qwen3-next": [
-        {"attention_gate": False}, {"qk_norm": None}, {"norm": Norm.RMS}, {"rope": Rope()}, ("renormalise", False),
+        {"qk_norm": None}, {"norm": Norm.RMS}, {"rope": Rope()}, ("renormalise", False),
         ("shared_gate", False),
     ],
     "qwen3.5": [{"norm": Norm.RMS}, {"rope": Rope()}],
