@@ -167,6 +167,8 @@ class Chaos:
                     name, fault = "server down", None
             finally:
                 self._done()
+            if fault and fault.endswith("status 500") and self.server.has_front_ends:
+                fault = None if self._during(start, time.monotonic(), "kill") else fault
             with self._lock:
                 self.malformed[name] += 1
             if fault is not None:
@@ -191,8 +193,6 @@ class Chaos:
         if (seconds := time.monotonic() - start) > MAX_SECONDS:  # `fault_of` expects a server that nothing disturbs
             fault = f"an answer after {seconds:.1f} s"
         if fault == "a stream that ends with an error" and self._during(start, time.monotonic(), "restart"):
-            fault = None
-        if status == 500 and self.server.has_front_ends and self._during(start, time.monotonic(), "kill"):
             fault = None
         if status == 503 and not self._during(start, time.monotonic(), "restart", "kill", "drain", "keeper"):
             fault = f"status 503 without a reason: {answer[:300]!r}"

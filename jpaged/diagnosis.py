@@ -100,7 +100,7 @@ def _jobs(device: Any) -> list[tuple[str, str, Callable[[], float]]]:
     import jax.numpy as jnp
 
     from pallas_kernels import KVPages, self_check
-    from pallas_kernels.paged_attention import IMPLEMENTATIONS, usable_implementations
+    from pallas_kernels.paged_attention import usable_implementations
     from pallas_kernels.platforms import refuse_triton
 
     jobs: list[tuple[str, str, Callable[[], float]]] = []
@@ -110,11 +110,7 @@ def _jobs(device: Any) -> list[tuple[str, str, Callable[[], float]]]:
         q = jax.ShapeDtypeStruct((64, q_heads, head_dim), jnp.dtype(dtype))
         pages = KVPages.shapes(1, 16, kv_heads, head_dim, dtype)
         tables = jax.ShapeDtypeStruct((4, 128), jnp.dtype("int32"))
-        names = [*usable_implementations(device, q, pages, tables, 64)]
-        # an engine uses it only where it measured faster; the report checks it on every GPU that supports it
-        other = "mosaic_prefill"
-        if device.platform == "gpu" and other not in names:
-            names += [other] if IMPLEMENTATIONS[other].refuse(device, q, pages, tables, 64) is None else []
+        names = usable_implementations(device, q, pages, tables, 64)
         check = functools.partial(
             self_check, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device, **options
         )

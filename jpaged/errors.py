@@ -120,3 +120,11 @@ def unknown_field(parameter: str, name: object, value: object, known: Iterable[s
     close = difflib.get_close_matches(str(name)[:SHOWN], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(known)
     return RequestError(f"{parameter}.{name}", value, f"unknown field; {hint}")
+
+
+def unknown_name(parameter: str, name: object, known: Iterable[str], more: str = "") -> RequestError:
+    """Make the error for a name that is not among `known`. It lists them, and suggests the most similar one."""
+    known = list(known)
+    close = difflib.get_close_matches(str(name)[:SHOWN], known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return RequestError(parameter, name, f"must be one of {', '.join(known)}{hint}{more}")

@@ -314,9 +314,9 @@ class LLM(EngineAccess):
         tools: functions that the model may call, as OpenAI's API defines them.
         tool_choice: none, auto, required, or {"type": "function", "function": {"name": ...}}. Default: auto with tools.
         chat_template_kwargs: more variables of the template, such as enable_thinking.
-        tool_call_parser: how the model writes tool calls: hermes, llama3_json, mistral, pythonic, json. Default:
+        tool_call_parser: how the model writes tool calls, such as hermes or qwen3_coder (docs/tools.md). Default:
             derived from the template.
-        reasoning_parser: how the model writes reasoning: deepseek_r1, qwen3.
+        reasoning_parser: how the model writes reasoning, such as qwen3 or kimi_k2 (docs/tools.md).
         reasoning_tags: (start, end), for a model that no reasoning_parser fits.
         lora_request: as for `generate`.
 
@@ -349,7 +349,7 @@ class LLM(EngineAccess):
             use_tqdm=use_tqdm,
             lora_request=lora_request,
         )
-        if tools or formats.reasoning:
+        if tools or formats.reasoning or any(turn.reader.tool_format for turn in turns):
             for turn, output in zip(turns, outputs, strict=True):
                 for answer in output.outputs:
                     answer.message = turn.reader.parse(answer.text)

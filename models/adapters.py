@@ -102,7 +102,8 @@ def pattern(out_shape: tuple[int, ...]) -> Pattern:
 def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) -> tuple[AdapterTarget, ...]:
     """The matrices of a model that adapters may change: attention, feed-forward networks, experts, embedding, lm_head.
 
-    The projections of latent attention are not among them: they are read in several ways.
+    The projections of latent attention are not among them: they are read in several ways. Neither are projections of
+    layers with unlike numbers of heads.
     """
     hidden, head_dim, every = spec.hidden_size, spec.head_dim, tuple(range(spec.num_layers))
     embed = spec.embed_size or hidden
@@ -113,7 +114,7 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
             found.append(AdapterTarget(leaf, layers, inputs, out_shape, experts))
 
     heads, kv_heads = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
-    if spec.latent is None:
+    if spec.latent is None and not spec.heads_by_layer:
         if layout.split_qkv:
             for name, outputs in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
                 add(name, every, hidden, outputs)

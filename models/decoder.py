@@ -47,10 +47,11 @@ from jpaged.models.spec import (
     NormPosition,
     Params,
     QKNorm,
+    QueryScaling,
     Rope,
     WeightLayout,
 )
-from pallas_kernels import norm_and_rope
+from pallas_kernels import norm_and_rope, rms_norm
 
 MIN_SCORES = 8  # minimum number of outputs of a classifier's matmul; see `lm_head`
 
@@ -159,6 +160,7 @@ def decode(
     layers = range(first_layer, first_layer + len(params["layers"]))
     ropes = {rope for i in layers if (rope := spec.layer_rope(i)) is not None}
     angles = {rope: rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
+    factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
         metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
     new_pages, choices, captured = list(pages), [], []
@@ -169,9 +171,13 @@ def decode(
         cos, sin = (None, None) if rope is None else angles[rope]
         leaves = matrices | layer_vectors(params, i - first_layer)
         adapters = None if adapter_slots is None else layer_adapters(pools, targets, adapter_slots, i)
+        grown = factors if spec.query_scaling is not None and spec.query_scaling.applies(i) else None
         x, new_pages[place.page_array], choice = _layer(
             x,
-            LayerContext(spec, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters),
+            LayerContext(
+                spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
+                query_factors=grown,
+            ),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.mixer(i), attend=attend,
         )  # fmt: skip
         if choice is not None:
@@ -207,17 +213,20 @@ def decode_layer(
     *,
     options: AttentionOptions | GatedDelta,
     rope: Rope | None,
+    growth: QueryScaling | None = None,
     watch: Callable[[str, Array], None] | None = None,
 ) -> Float[Array, "batch length hidden"]:
     """One layer over sequences of equal length, with dense attention. For calibration.
 
     leaves: the layer's matrices and its `layer_vectors`.
+    growth: scaling of the layer's queries by their position.
     watch:  called with the name of each matrix and the input [tokens, in] of its matmul.
     """
     batch, length, hidden = x.shape
     positions = jnp.tile(jnp.arange(length), batch)
     cos, sin = (None, None) if rope is None else rope_angles(spec, rope, positions, jnp.full(len(positions), length))
-    context = LayerContext(spec, WeightLayout(), leaves, cos, sin, watch=watch)
+    factors = None if growth is None else query_factors(growth, positions)
+    context = LayerContext(spec, WeightLayout(), leaves, cos, sin, watch=watch, query_factors=factors)
     out, *_ = _run_layer(
         x.reshape(-1, hidden), context, None, positions.reshape(batch, length), options, dense_causal_attend
     )
@@ -252,6 +261,8 @@ def lm_head(
     if spec.pools:
         return x.astype(jnp.float32)
     logits = linear("embed" if spec.tie_embeddings else "lm_head", x, context, dtype=jnp.float32)
+    if spec.lm_head_bias:
+        logits += params["lm_head_bias"].astype(jnp.float32)
     if adapter_slots is not None:
         logits = with_lm_head_adapters(x, logits, params["adapters"][LM_HEAD], adapter_slots, num_rows)
     if spec.logit_divisor != 1:
@@ -283,6 +294,9 @@ def dense_causal_attend(
     seen = distance >= 0
     if options.window is not None:
         seen &= distance < options.window
+    if options.chunk is not None:
+        chunks = jnp.arange(length) // options.chunk
+        seen &= chunks[:, None] == chunks
     scores = jnp.where(seen, scores, -1e30)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
@@ -400,6 +414,9 @@ def _attention(
         out = latent_values(spec.latent, out, context)
     if gate is not None:
         out *= jax.nn.sigmoid(gate.reshape(out.shape))
+    if spec.output_gates:
+        gates = jax.nn.softplus(linear("output_gate", normed, context, dtype=jnp.float32))
+        out = (out * gates.reshape(*out.shape[:2], spec.output_gates)).astype(out.dtype)
     return linear_with_bias("o", out.reshape(normed.shape[0], -1), context), pages
 
 
@@ -409,6 +426,8 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
         q, k = latent_queries_and_keys(spec.latent, x, context)
         return Projection((q, k, None), None, None, None, None, None, spec.norm_eps)
     qkv, bias = _qkv(x, context)
+    if context.query_factors is not None:
+        qkv, bias = _grown(qkv, bias, context.query_factors), None
     if spec.qk_norm is None:
         return Projection(qkv, bias, None, None, cos, sin, spec.norm_eps)
     if spec.qk_norm is QKNorm.HEAD:
@@ -416,13 +435,31 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
         if spec.norm is Norm.RMS_OFFSET:
             gains = [1 + gain.astype(jnp.float32) for gain in gains]
         return Projection(qkv, bias, *gains, cos, sin, spec.norm_eps)
-    # QKNorm.PROJECTION: a norm over all heads of a token. No kernel fuses it with the write into the pages
+    # No kernel fuses these two with the write into the pages
+    if spec.qk_norm is QKNorm.ROTATED:
+        q, k, v = Projection(qkv, bias, None, None, cos, sin, spec.norm_eps).finish()
+        q, k = rms_norm(q, params["q_norm"], spec.norm_eps), rms_norm(k, params["k_norm"], spec.norm_eps)
+        return Projection((q, k, v), None, None, None, None, None, spec.norm_eps)
+    # QKNorm.PROJECTION: a norm over all heads of a token
     q, k, v = Projection(qkv, bias, None, None, None, None, spec.norm_eps).finish()
     q, k = (
         normalise_split(name, part.reshape(x.shape[0], -1), context).reshape(part.shape)
         for name, part in (("q_norm", q), ("k_norm", k))
     )
     return Projection((q, k, v), None, None, None, cos, sin, spec.norm_eps)
+
+
+def _grown(
+    product: Array | tuple[Array, Array, Array], bias: Array | None, factors: Float[Array, " tokens"]
+) -> Array | tuple[Array, Array, Array]:
+    """`Projection.product` with its bias, and with queries times their factors. Rope may follow: it is linear."""
+    if isinstance(product, tuple):
+        q, k, v = product
+        return (q.astype(jnp.float32) * factors[:, None, None]).astype(q.dtype), k, v
+    qkv = add(product, bias)
+    is_query = jnp.arange(qkv.shape[2]) < qkv.shape[2] - 2
+    by_head = jnp.where(is_query, factors[:, None], 1.0)[:, None, :, None]
+    return (qkv.astype(jnp.float32) * by_head).astype(qkv.dtype)
 
 
 def _qkv(
@@ -453,11 +490,17 @@ def rope_angles(
     """float32 cos and sin of each token's angles, times the attention factor of the rope scaling."""
     seq_len = positions + 1 if rope_lens is None else rope_lens
     if rope.scaling == "dynamic":
-        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim, seq_len), 1.0
+        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim(rope), seq_len), 1.0
     elif rope.scaling == "longrope":
-        frequencies, factor = rotary.longrope_inv_freq(rope, spec.rope_dim, seq_len)
+        frequencies, factor = rotary.longrope_inv_freq(rope, spec.rope_dim(rope), seq_len)
     else:
-        inv_freq, factor = rotary.inv_freq(rope, spec.rope_dim, spec.max_position)
+        inv_freq, factor = rotary.inv_freq(rope, spec.rope_dim(rope), spec.max_position)
         frequencies = jnp.asarray(inv_freq)[None, :]
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def query_factors(scaling: QueryScaling, positions: Int[Array, " tokens"]) -> Float[Array, " tokens"]:
+    """float32 factor of each token's queries, for the layers that `scaling` applies to."""
+    periods = (positions + scaling.first) // scaling.length
+    return 1 + scaling.beta * jnp.log(1 + periods.astype(jnp.float32))

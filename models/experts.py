@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.adapters import with_expert_adapters
-from jpaged.models.layers import gate, gate_and_up
+from jpaged.models.layers import gate, gate_and_up, softcap
 from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
 from jpaged.models.sharding import TENSOR, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import Experts, Scoring
@@ -58,7 +58,12 @@ def _computed(
         choice -= shards.first(count)
         choice = jnp.where((choice >= 0) & (choice < count), choice, count)
     blocks = blocks_by_expert(choice, count, rows_per_block(x.shape[0], experts))
-    both = _per_expert("expert_gate_up", x[blocks.token_of_row], blocks, context)
+    inputs = x[blocks.token_of_row]
+    if experts.weigh_inputs:
+        factors = jnp.zeros(blocks.token_of_row.size, weights.dtype)
+        factors = factors.at[blocks.row_of_choice].set(weights, mode="drop").reshape(blocks.token_of_row.shape)
+        inputs, weights = (inputs * factors[..., None]).astype(x.dtype), jnp.ones_like(weights)
+    both = _per_expert("expert_gate_up", inputs, blocks, context)
     half = both.shape[-1] // 2
     gated = gate(context.spec, both[..., :half], both[..., half:])
     outs = [out.reshape(-1, x.shape[1]) for out in _down_matmuls(gated, blocks, context)]
@@ -182,6 +187,10 @@ def route(
     logits = linear("router", x, context, dtype=jnp.float32)
     if experts.bias:
         logits += context.params["router_bias"].astype(jnp.float32)
+    if experts.softcap is not None:
+        logits = softcap(logits, experts.softcap)
+    if experts.scoring is Scoring.SPARSE_MIXER:
+        return _sparse_mixer(experts, logits)
     if experts.scoring is Scoring.SIGMOID:
         scores = jax.nn.sigmoid(logits)
     else:
@@ -189,6 +198,8 @@ def route(
         scores = jnp.exp(logits - row_max(logits)[:, None])
         scores /= row_sum(scores)[:, None]
     ranking = scores + context.params["router_correction"] if experts.correction else scores
+    if experts.weigh_inputs:
+        ranking = logits  # sigmoids of large logits are equal
     if experts.expert_groups_per_token:
         members = ranking.reshape(x.shape[0], experts.expert_groups, -1)
         group_scores = row_sum(lax.top_k(members, experts.expert_group_top)[0])
@@ -200,6 +211,23 @@ def route(
     if experts.renormalise:
         weights /= row_sum(weights)[:, None] + 1e-20
     return weights * experts.scale, choice
+
+
+def _sparse_mixer(
+    experts: Experts, logits: Float[Array, "tokens experts"]
+) -> tuple[Float[Array, "tokens per_token"], Int[Array, "tokens per_token"]]:
+    """Each choice is the best expert that is left. Its weight is its softmax over those within 2 * jitter of it.
+
+    The distance from the best is relative to the larger of the best and the expert's own magnitude.
+    """
+    left, weights, choice = logits, [], []
+    for _ in range(experts.per_token):
+        best, index = row_max(left)[:, None], lax.top_k(left, 1)[1]
+        near = (best - logits) / jnp.maximum(jnp.abs(logits), best) <= 2 * experts.jitter
+        weights.append(1 / row_sum(jnp.where(near, jnp.exp(left - best), 0.0)))
+        choice.append(index[:, 0])
+        left = jnp.where(index == jnp.arange(experts.num), -jnp.inf, left)
+    return jnp.stack(weights, 1), jnp.stack(choice, 1)
 
 
 def pairs_of_devices(

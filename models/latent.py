@@ -35,7 +35,10 @@ def latent_queries_and_keys(
     absorbed = linear_per_head(
         "kv_b", q[..., : latent.nope_dim], context, part=slice(latent.nope_dim), transposed=True
     )
-    return jnp.concatenate([absorbed, rotated_q], -1), jnp.concatenate([key[:, None], rotated_k], -1)
+    q = jnp.concatenate([absorbed, rotated_q], -1)
+    if context.query_factors is not None:
+        q = (q.astype(jnp.float32) * context.query_factors[:, None, None]).astype(q.dtype)
+    return q, jnp.concatenate([key[:, None], rotated_k], -1)
 
 
 def latent_values(

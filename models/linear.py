@@ -29,7 +29,7 @@ from pallas_kernels.platforms import takes_native
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows", "adapters"],
+    data_fields=["params", "cos", "sin", "real", "num_rows", "adapters", "query_factors"],
     meta_fields=["spec", "layout", "gated_dot", "shards", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class LayerContext:
     # called with the name and the input of each `linear` while it is traced; for calibration
     watch: Callable[[str, Array], None] | None = None
     adapters: LayerAdapters | None = None  # LoRA adapters of the tokens; None: the engine has none
+    query_factors: Array | None = None  # float32[tokens], factors of the queries (`spec.QueryScaling`); None: 1
 
 
 def linear(

@@ -246,6 +246,12 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     def up(size: int, unit: int = divisor) -> int:
         return -(-size // unit) * unit
 
+    for name in ("heads_by_layer", "output_gates", "lm_head_bias"):
+        if getattr(spec, name):
+            raise ModelLoadError(
+                f"the model has {name}={getattr(spec, name)!r}, which cannot be split over devices yet: use "
+                "tensor_parallel_size=1" + (", and leave deterministic out" if shards.parts > 1 else "")
+            )
     experts, columns = spec.experts, shards.units("intermediate")
     if experts is not None:
         of_one = experts.intermediate_size

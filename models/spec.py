@@ -36,9 +36,10 @@ class NormPosition(enum.Enum):
 
 
 class QKNorm(enum.Enum):
-    """RMS norm of queries and keys, applied before rope."""
+    """RMS norm of queries and keys, applied before rope, or after it."""
 
     HEAD = "head"              # over each head; all heads share one weight vector  (Qwen 3)
+    ROTATED = "rotated"        # as HEAD, but after rope                            (Hunyuan)
     PROJECTION = "projection"  # over all heads of a token together                 (OLMo 2)
 
 
@@ -81,6 +82,24 @@ class AttentionOptions:
     softcap: float | None = None  # c: scores become c * tanh(scores / c)
     alibi_slopes: tuple[float, ...] | None = None  # one per query head: slope * (key - query position) is added
     v_dim: int | None = None      # latent attention: values are the first v_dim elements of the keys
+    chunk: int | None = None      # c: a query at position p sees the keys from position p // c * c
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScaling:
+    """Queries grow with their position p: they are multiplied by 1 + beta * log(1 + floor((p + first) / length)).
+
+    Published models keep the softmax from flattening over long sequences this way (Llama 4, Ministral 3).
+    """
+
+    beta: float
+    length: int               # in tokens; the factor is 1 up to it
+    first: int = 0            # number of the first position
+    layers: tuple[bool, ...] = ()  # per layer: True = its queries grow; () = all layers
+
+    def applies(self, layer: int) -> bool:
+        """True if the layer's queries grow."""
+        return not self.layers or self.layers[layer]
 
 
 # Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
@@ -98,6 +117,8 @@ class Scoring(enum.Enum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"  # (DeepSeek-V3)
+    # Each choice has its own softmax, over the experts that are left and nearly as good (arXiv:2310.00811; Phi-3.5-MoE)
+    SPARSE_MIXER = "sparse_mixer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +139,9 @@ class Experts:
     expert_group_top: int = 1    # an expert group's score is the sum of its `expert_group_top` best scores
     shared_size: int = 0         # width of the shared expert, which every token uses; 0 = none
     shared_gate: bool = False    # the shared expert's output is multiplied by a sigmoid gate (Qwen2-MoE)
+    weigh_inputs: bool = False   # weights multiply the experts' inputs, not their outputs (Llama 4)
+    softcap: float | None = None  # c: the router's logits become c * tanh(logits / c) (Laguna)
+    jitter: float = 0.0          # SPARSE_MIXER: experts further than 2 * jitter from the best are left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +249,14 @@ class DecoderSpec:
     position_offset: int = 0     # learned positions: row of position 0 (2 for OPT)
     sliding_window: tuple[int | None, ...] = ()  # one per layer; () = none in any layer
     attention_scale: float | None = None         # None: head_dim ** -0.5
+    query_scaling: QueryScaling | None = None    # queries grow with their position (Llama 4)
     attention_softcap: float | None = None       # c: scores become c * tanh(scores / c)
+    # Chunk of each layer, in tokens: a query sees the keys of its own chunk only; () = none in any layer (Llama 4)
+    attention_chunks: tuple[int | None, ...] = ()
+    heads_by_layer: tuple[int, ...] = ()  # query heads of each layer, at most num_heads; () = num_heads (Laguna)
+    qk_norm_layers: tuple[bool, ...] = ()  # per layer: True = `qk_norm` applies; () = all layers (Llama 4)
+    # Attention's output is multiplied by softplus(gate): gates per head, 1 or head_dim; 0 = no gate (Laguna)
+    output_gates: int = 0
     sinks: bool = False          # attention sinks: one learned logit per head joins the softmax's sum (gpt-oss)
     final_softcap: float | None = None           # c: logits become c * tanh(logits / c)
     embed_scale: float = 1.0     # factor of the embeddings, rounded to their dtype
@@ -233,6 +264,7 @@ class DecoderSpec:
     logit_divisor: float = 1.0   # logits are divided by this (Granite)
     embed_size: int | None = None  # width of the embedding if it differs from hidden_size (OPT-350m: project_in/out)
     tie_embeddings: bool = False
+    lm_head_bias: bool = False   # (Phi-3.5-MoE)
     pools: bool = False          # returns hidden states after the final norm, not logits, and has no lm_head
     num_labels: int | None = None  # sequence classifier: labels of the score matrix, which follows the final norm
 
@@ -258,12 +290,19 @@ class DecoderSpec:
         """Factor of q.k."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
-    @property
-    def rope_dim(self) -> int:
-        """Number of dimensions per head that rope rotates."""
-        if self.latent is not None:
-            return self.latent.rope_dim
-        return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
+    def rope_dim(self, rope: Rope) -> int:
+        """Number of dimensions per head that a rope of the model rotates."""
+        return int(self.head_dim * rope.partial) if self.latent is None else self.latent.rope_dim
+
+    def of_layer(self, layer: int) -> "DecoderSpec":
+        """The spec with this layer's heads and norms; itself if all layers are alike."""
+        if not (self.heads_by_layer or self.qk_norm_layers):
+            return self
+        has_norm = not self.qk_norm_layers or self.qk_norm_layers[layer]
+        return dataclasses.replace(
+            self, num_heads=self.heads_by_layer[layer] if self.heads_by_layer else self.num_heads, heads_by_layer=(),
+            qk_norm=self.qk_norm if has_norm else None, qk_norm_layers=(), attention_scale=self.scale,
+        )  # fmt: skip
 
     @property
     def page_v_dim(self) -> int | None:
@@ -298,7 +337,10 @@ class DecoderSpec:
     def attention(self, layer: int) -> AttentionOptions:
         """Static options of a layer's attention."""
         slopes = None if self.alibi is None else alibi_slopes(self.num_heads, self.alibi)
-        return AttentionOptions(self.scale, self.window(layer), self.attention_softcap, slopes, self.page_v_dim)
+        chunk = self.attention_chunks[layer] if self.attention_chunks else None
+        return AttentionOptions(
+            self.scale, self.window(layer), self.attention_softcap, slopes, self.page_v_dim, chunk
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -346,7 +388,7 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
 
     tree: Params = {
         "embed": leaf(s.vocab_size, embed),
-        "layers": tuple(_layer_shapes(s, i, leaf) for i in range(s.num_layers)),
+        "layers": tuple(_layer_shapes(s.of_layer(i), i, leaf) for i in range(s.num_layers)),
     }
     tree |= _vector_shapes(s, leaf)
     if s.learned_positions:
@@ -357,6 +399,8 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
         tree["score"] = leaf(s.num_labels, embed)
     elif not (s.tie_embeddings or s.pools):
         tree["lm_head"] = leaf(s.vocab_size, embed)
+    if s.lm_head_bias and not s.pools:
+        tree["lm_head_bias"] = leaf(s.vocab_size)
     return tree
 
 
@@ -409,10 +453,12 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
     if s.qkv_bias and s.latent is None:
         tree["qkv_bias"] = leaf(kv, s.qkv_heads, s.head_dim)
     if s.qk_norm is not None:
-        heads = (1, 1) if s.qk_norm is QKNorm.HEAD else (s.num_heads, kv)
+        heads = (s.num_heads, kv) if s.qk_norm is QKNorm.PROJECTION else (1, 1)
         tree |= {name: leaf(n * s.head_dim) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
     if s.sinks:
         tree["sinks"] = leaf(s.num_heads)
+    if s.output_gates:
+        tree["output_gate"] = leaf(s.num_heads * s.output_gates, hidden)
     return tree | _feed_forward_shapes(s, layer, leaf)
 
 

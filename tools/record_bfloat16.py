@@ -39,11 +39,10 @@ def difference(variant: Variant) -> float:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(variant, golden["seed"], Path(folder))
         # eager is Transformers' reference, but wrong for Falcon's ALiBi (see record_golden.py)
-        alibi = getattr(transformers.AutoConfig.from_pretrained(folder), "alibi", False)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        alibi, kind = getattr(config, "alibi", False), getattr(transformers, config.architectures[0])
         models = [
-            transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="sdpa" if alibi else "eager"
-            ).eval()
+            kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa" if alibi else "eager").eval()
             for dtype in (torch.float32, torch.bfloat16)
         ]
         total = 0.0

@@ -90,7 +90,7 @@ def ask(folder: str, prompt: list[int], num_tokens: int) -> tuple[dict[str, Any]
     """
     # eager is the reference for soft caps and sinks. For Falcon's ALiBi it adds the biases twice, once in the mask.
     alibi = getattr(transformers.AutoConfig.from_pretrained(folder), "alibi", False)
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+    model, loading = causal_class(folder).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa" if alibi else "eager", output_loading_info=True
     )
     wrong = {kind: names for kind, names in loading.items() if names}
@@ -116,6 +116,11 @@ def ask(folder: str, prompt: list[int], num_tokens: int) -> tuple[dict[str, Any]
         "top_logprobs": [rounded(row) for row in top.values],
     }
     return answer, float((top.values[:, 0] - top.values[:, 1]).min())
+
+
+def causal_class(folder: str) -> Any:
+    """The model's class. AutoModelForCausalLM does not know text models that are published inside wrappers only."""
+    return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
 
 
 def rounded(values: torch.Tensor) -> list[float]:

@@ -126,6 +126,8 @@ def chat_prompt(
         read = template_variables(template)
         _check_read(read, tools, options.documents)
         variables = _variables(tokenizer, template, read, options.chat_template_kwargs)
+        if "message.thinking" in template:  # gpt-oss's name for the reasoning
+            checked = [_with_thinking(message) for message in checked]
         with time_limit(RENDER_SECONDS):
             text = _apply_template(tokenizer, checked, chat_template, tools, options, variables)
     except TimeLimitError:
@@ -154,6 +156,11 @@ def chat_prompt(
     if bos is not None and ids[:2] == [bos, bos]:
         _warn_of_second_bos(template)
     return {"prompt_token_ids": ids}
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {**message, "thinking": reasoning}
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]], options: RenderOptions | None) -> str:

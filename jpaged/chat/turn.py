@@ -5,18 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from jpaged.chat.prompt import RenderOptions, chat_prompt, continued_text, template_text
-from jpaged.errors import RequestError
+from jpaged.errors import RequestError, unknown_name
 from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.params.sampling import SamplingParams
 from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.definitions import Tool, ToolChoice
 from jpaged.parsers.grammar import enforced_format, tool_grammar
-from jpaged.parsers.tool_formats import ToolCallFormat, detect_format, tool_call_format
+from jpaged.parsers.tool_formats import FORMATS, ToolCallFormat, detect_format, tool_call_format
 from jpaged.text.encoder import TokenLimit
 
 # Variables that templates of Qwen3, DeepSeek V3.1 and gpt-oss offer to callers. Other variables may set things that the
 # operator must control: dates, built-in tools, whole system prompts.
 DEFAULT_TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort")
+
+_HARMONY = REASONING_PARSERS["openai_gptoss"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,8 +47,7 @@ class ChatFormats:
             accepted = "reasoning_parser sets the tags already: give one of the two"
             raise RequestError("reasoning_tags", tuple(reasoning_tags), accepted)
         if reasoning_parser is not None and reasoning_parser not in REASONING_PARSERS:
-            accepted = f"must be one of {', '.join(REASONING_PARSERS)}; or set reasoning_tags"
-            raise RequestError("reasoning_parser", reasoning_parser, accepted)
+            raise unknown_name("reasoning_parser", reasoning_parser, REASONING_PARSERS, "; or set reasoning_tags")
         reasoning = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
         if reasoning_tags:
             if isinstance(reasoning_tags, str) or len(reasoning_tags) != 2:
@@ -79,6 +80,8 @@ class ChatTurn:
             params = dataclasses.replace(params, skip_special_tokens=False)
         given = cast(ReasoningTags | None, params.reasoning_tags)
         tags = self.reader.reasoning if given is None else given.continuing(self.continued)
+        if tags is not None and self.reader.forced:  # the call's own header is part of the grammar
+            tags = dataclasses.replace(tags, header="")
         if tags != given:
             params = dataclasses.replace(params, reasoning_tags=tags)
         if not self.grammar:
@@ -115,9 +118,15 @@ def chat_turn(
         raise RequestError("tool_choice", "required", "needs tools")
     offered = () if choice.mode == "none" else tools
     prompt = chat_prompt(tokenizer, messages, formats.chat_template, tools=offered, options=options, limit=limit)
-    tool_format = _tool_format(tokenizer, formats, choice, offered) if offered else None
+    found = formats.tool_calls or detect_format(template_text(tokenizer, formats.chat_template, with_tools=True))
+    if formats.reasoning is not None and formats.reasoning.start == _HARMONY.start:
+        found = FORMATS["openai"]
+    tool_format = _tool_format(found, choice, offered) if offered else None
+    given = formats.reasoning
+    if found is not None and found.reads_reasoning:  # answers have headers, which clients must never see
+        tool_format, given = tool_format or found, given or _HARMONY
     continued = continued_text(messages, options)
-    reasoning = formats.reasoning.continuing(continued) if formats.reasoning is not None else None
+    reasoning = given.continuing(continued) if given is not None else None
     if reasoning is not None and reasoning.opened_after(tokenizer, prompt["prompt_token_ids"]):
         reasoning = dataclasses.replace(reasoning, opened=True)
     reader = AnswerReader(
@@ -125,32 +134,31 @@ def chat_turn(
         tool_names=frozenset(tool.name for tool in offered),
         parallel=parallel_tool_calls,
         forced=choice.forced,
+        schemas={tool.name: tool.parameters for tool in offered},
         reasoning=reasoning,
     )
     tags = tool_format.markers if tool_format else ()
-    if formats.reasoning is not None:
-        tags = (*tags, formats.reasoning.start, formats.reasoning.end)
+    if given is not None:
+        tags = (*tags, given.start, given.end)
     added = (getattr(tokenizer, "added_tokens_decoder", None) or {}) if tags else {}
     special = {str(token) for token in added.values() if getattr(token, "special", False)}
     grammar = {}
-    if tool_format is not None:
+    if tool_format is not None and offered:
         grammar = tool_grammar(
             offered,
             choice,
             tool_format,
             parallel=parallel_tool_calls,
             added_tokens={str(token): token_id for token_id, token in added.items()},
+            special_tokens=special,
         )
     return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags), continued)
 
 
-def _tool_format(
-    tokenizer: Any, formats: ChatFormats, choice: ToolChoice, offered: Sequence[Tool]
-) -> ToolCallFormat:
-    template = template_text(tokenizer, formats.chat_template, with_tools=True)
-    found = formats.tool_calls or detect_format(template)
+def _tool_format(found: ToolCallFormat | None, choice: ToolChoice, offered: Sequence[Tool]) -> ToolCallFormat:
+    """Return the format of this turn's calls. found: the model's format, if it is known."""
     if choice.forced:
-        return enforced_format(found)
+        return enforced_format(found, offered)
     if found is None:
         accepted = (
             "the format of this model's calls is unknown, because its chat template does not show it: set "

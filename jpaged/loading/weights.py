@@ -342,8 +342,11 @@ def _facts(weight: QuantizedWeight) -> tuple[Any, ...]:
 
 
 def _is_joined(leaf: LeafTensors) -> bool:
-    """True if every tensor fills its own part of the leaf, so that the parts can be stored separately."""
-    return leaf.leaf in PART_AXES and all(len(t.rule.parts) == 1 and t.rule.parts[0] in _SLICES for t in leaf.tensors)
+    """True if every tensor fills its own part of the leaf in its order, so that the parts can be stored separately."""
+    rules = [tensor.rule for tensor in leaf.tensors]
+    return leaf.leaf in PART_AXES and all(
+        len(rule.parts) == 1 and rule.parts[0] in _SLICES and not rule.pairs for rule in rules
+    )
 
 
 def _part_of(leaf: LeafTensors, tensor: NamedRule, shape: tuple[int, ...]) -> tuple[int, ...]:

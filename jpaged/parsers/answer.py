@@ -74,6 +74,7 @@ class Channel:
         self._space: list[str] = []  # held-back white space: a call or a tag may follow
         self._at_edge = False  # a call or a tag came after the last text
         self._closed = False   # more text is dropped
+        self._has_text = False
 
     def append(self, text: str) -> None:
         """Append text."""
@@ -84,6 +85,7 @@ class Channel:
         end = len(text.rstrip())
         if end:
             self._at_edge = False
+            self._has_text = True
             self._new += [*self._space, text[:end]]
             self._space = []
         if end < len(text):
@@ -96,6 +98,11 @@ class Channel:
     def begin(self) -> None:
         """Note that this channel's text begins here, after a tag. Drops white space before the tag."""
         self._space = []
+        self._at_edge = True
+
+    def next_paragraph(self) -> None:
+        """Note that another part of the text begins here. It is on a new line if there is text before it."""
+        self._space = ["\n"] if self._has_text else []
         self._at_edge = True
 
     def close(self) -> None:
@@ -129,16 +136,19 @@ class AnswerSink:
         self._new_id = new_id
         self._max_calls = None if parallel else 1
         self._started = 0
+        self._ids: set[str] = set()
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
 
-    def start_call(self, name: str) -> None:
-        """Begin a call. This ends the text before it."""
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call. This ends the text before it. call_id: the model's id; None or a used one: a new id."""
         self.content.mark_edge()
         self._flush()
         self._started += 1
         if not self._dropped:
-            self._calls.append(ToolCallDelta(self._started - 1, self._new_id(), name))
+            own = self._new_id() if call_id is None or call_id in self._ids else call_id
+            self._ids.add(own)
+            self._calls.append(ToolCallDelta(self._started - 1, own, name))
 
     def arguments(self, text: str) -> None:
         """Append text to the arguments of the current call."""

@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from jpaged.params.reasoning_tags import ReasoningTags
 from jpaged.parsers.answer import AnswerDelta, AnswerSink, ParsedAnswer
+from jpaged.parsers.known_tools import KnownTools
 from jpaged.parsers.reasoning import read_reasoning
 from jpaged.parsers.scanner import Scanner, Steps
 from jpaged.parsers.tool_formats import ToolCallFormat
@@ -19,6 +21,7 @@ class AnswerReader:
     tool_names:  names of the request's tools. A call of another name is content.
     parallel:    False keeps the first call only.
     forced:      the answer must be calls. A call that is cut off is then dropped instead of returned as content.
+    schemas:     JSON schema of each tool's parameters, by its name. For dialects that write values without quotes.
     reasoning:   tags of reasoning, `opened` if the prompt has opened it; None if the model has no reasoning.
     new_id:      returns a new id for a call. None: the format's own ids.
     """
@@ -27,6 +30,7 @@ class AnswerReader:
     tool_names: frozenset[str] = frozenset()
     parallel: bool = True
     forced: bool = False
+    schemas: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningTags | None = None
     new_id: Callable[[], str] | None = None
 
@@ -86,7 +90,8 @@ class AnswerParser:
             self._sink.content.append(self._scanner.rest())
 
     def _read(self, reader: AnswerReader) -> Steps[None]:
-        if reader.reasoning is not None:
+        tool_format = reader.tool_format
+        if reader.reasoning is not None and not (tool_format is not None and tool_format.reads_reasoning):
             yield from read_reasoning(self._scanner, self._sink, reader.reasoning)
-        if reader.tool_format is not None:
-            yield from reader.tool_format.read(self._scanner, self._sink, reader.tool_names.__contains__)
+        if tool_format is not None:
+            yield from tool_format.read(self._scanner, self._sink, KnownTools(reader.tool_names, reader.schemas))

@@ -1,21 +1,22 @@
 """Grammars for forced tool calls, as fields of StructuredOutputsParams. The arguments of a forced call always parse."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from jpaged.parsers import mistral
+from jpaged.parsers.argument_grammar import TEXT_RULE, json_rule
+from jpaged.parsers.call_frame import NAME, NUMBER, CallFrame, Tags
 from jpaged.parsers.definitions import Tool, ToolChoice, check_enforced, without_annotations
 from jpaged.parsers.tool_formats import FORMATS, ToolCallFormat
 
-# White space as chat templates and `json.dumps` write it. Models were trained on it, and it is bounded.
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-LIST_COMMA = '", "'
 
-
-def enforced_format(detected: ToolCallFormat | None) -> ToolCallFormat:
-    """Return the format of forced calls: JSON if none was detected, or for Python, which llguidance cannot enforce."""
-    return FORMATS["json"] if detected is None or detected.name == "pythonic" else detected
+def enforced_format(detected: ToolCallFormat | None, tools: Sequence[Tool] = ()) -> ToolCallFormat:
+    """Return the format of forced calls of these tools: the detected one, or JSON if it cannot enforce a schema."""
+    if detected is None or not detected.frames:
+        return FORMATS["json"]
+    arguments = detected.frames[0].arguments
+    if arguments is not None and any(arguments("arguments", tool.parameters, Tags()) is None for tool in tools):
+        return FORMATS["json"]
+    return detected
 
 
 def tool_grammar(
@@ -25,71 +26,57 @@ def tool_grammar(
     *,
     parallel: bool = True,
     added_tokens: Mapping[str, int] | None = None,
+    special_tokens: Set[str] = frozenset(),
 ) -> dict[str, Any]:
     """Return `{"grammar": ...}` (Lark, for llguidance) for a forced call, or {} if no call is forced.
 
-    tool_format:  an `enforced_format`; the grammar writes calls in this format.
-    parallel:     allow several calls.
-    added_tokens: ids of the tokenizer's added tokens, special or not. A tag among them is written as its token, as
-                  models were trained to write it.
+    tool_format:    an `enforced_format` of these tools; the grammar writes calls in this format.
+    parallel:       allow several calls.
+    added_tokens:   ids of the tokenizer's added tokens, special or not. A tag among them is written as its token, as
+                    models were trained to write it.
+    special_tokens: those of them that are special.
 
     Raises RequestError for a schema that cannot be enforced.
     """
     if not tool_choice.forced:
         return {}
-    added = added_tokens or {}
+    tags = Tags(added_tokens or {}, special_tokens)
+    frame = next(one for one in tool_format.frames if not one.needs or one.needs in tags.ids)
     chosen = [
         (f"tools[{i}].function.parameters", tool)
         for i, tool in enumerate(tools)
         if tool_choice.mode == "required" or tool.name == tool_choice.name
     ]
-    several = parallel and tool_choice.mode == "required"
+    several = parallel and tool_choice.mode == "required" and frame.between is not None
     rules: list[str] = []
-    start = _calls(tool_format, several, added)
-    key = "parameters" if tool_format.name == "llama3_json" else "arguments"
-    named = tool_format.name == "mistral" and mistral.ARGUMENTS in added
     alternatives = []
     for i, (where, tool) in enumerate(chosen):
         check_enforced(where, tool.parameters)
-        schema = json.dumps({**without_annotations(tool.parameters), "x-guidance": SPACING})
-        rules.append(f"arguments_{i}: %json {schema}")
-        if named:
-            alternatives.append(f"{_text(tool.name)} {_token(mistral.ARGUMENTS, added)} arguments_{i}")
-        else:
-            head = f'{{"name": "{tool.name}", "{key}": '
-            alternatives.append(f'{_text(head)} arguments_{i} "}}"')
-    lines = [f"start: {start}", f"call: {' | '.join(f'call_{i}' for i in range(len(chosen)))}"]
+        rules += _arguments(frame, f"arguments_{i}", tool, tags)
+        head = " /[0-9]{1,3}/ ".join(map(tags.lark, frame.head.replace(NAME, tool.name).split(NUMBER)))
+        alternatives.append(_joined(head, f"arguments_{i}", tags.lark(frame.tail)))
+    lines = [f"start: {_calls(frame, several, tags)}", f"call: {' | '.join(f'call_{i}' for i in range(len(chosen)))}"]
     lines += [f"call_{i}: {alternative}" for i, alternative in enumerate(alternatives)]
+    if any(": TEXT " in rule for rule in rules):
+        rules.append(TEXT_RULE)
     return {"grammar": "\n".join([*lines, *rules]) + "\n"}
 
 
-def _calls(tool_format: ToolCallFormat, several: bool, added: Mapping[str, int]) -> str:
-    """Return the rule for one or several calls, with the format's tags around them."""
-    match tool_format.name:
-        case "hermes":
-            begin, end = (_token(tag, added) for tag in tool_format.markers)
-            return _repeated(f'{begin} "\\n" call "\\n" {end}', '"\\n"', several)
-        case "llama3_json":
-            (begin,) = tool_format.markers  # models write it before calls of some tools, not of all
-            before = f"{_token(begin, added)}? " if begin in added else ""
-            return before + _repeated("call", '"; "', several)
-        case "mistral":
-            begin = _token(mistral.BEGIN, added)
-            if mistral.ARGUMENTS in added:
-                return _repeated(f"{begin} call", "", several)
-            return f'{begin} " [" {_repeated("call", LIST_COMMA, several)} "]"'
-        case _:
-            return f'"[" {_repeated("call", LIST_COMMA, several)} "]"'
+def _arguments(frame: CallFrame, rule: str, tool: Tool, tags: Tags) -> list[str]:
+    if frame.arguments is None:
+        return [f"{rule}: {json_rule(without_annotations(tool.parameters))}"]
+    return frame.arguments(rule, tool.parameters, tags) or []
 
 
-def _repeated(one: str, between: str, several: bool) -> str:
-    return f"{one} ({between} {one})*" if several else one
+def _calls(frame: CallFrame, several: bool, tags: Tags) -> str:
+    """Return the rule for one or several calls, with the format's texts around them."""
+    begin = tags.lark(frame.begin)
+    if frame.optional:  # models write it before calls of some tools, not of all; as text it would be part of a call
+        begin = f"{begin}?" if frame.begin in tags.ids else ""
+    one = _joined(tags.lark(frame.before), "call", tags.lark(frame.after))
+    more = _joined(tags.lark(frame.between or ""), one)
+    return _joined(begin, f"{one} ({more})*" if several else one, tags.lark(frame.finish))
 
 
-def _token(tag: str, added: Mapping[str, int]) -> str:
-    return f"<[{added[tag]}]>" if tag in added else _text(tag)
-
-
-def _text(literal: str) -> str:
-    """Return a literal of a Lark grammar. Its strings have JSON's syntax."""
-    return json.dumps(literal, ensure_ascii=False)
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)

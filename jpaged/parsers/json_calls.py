@@ -20,11 +20,13 @@ class JsonTags:
 
     begin, end: the tags around calls; the end tag may be missing.
     bare:       also accept calls without tags, at the beginning of the answer.
+    others:     other begin tags that models write.
     """
 
-    begin: str | None
+    begin: str
     end: str = ""
     bare: bool = False
+    others: tuple[str, ...] = ()
 
     def read(self, scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
         """Parse an answer to its end."""
@@ -42,9 +44,9 @@ class JsonTags:
             begin = yield from self._next(scanner, sink)
 
     def _next(self, scanner: Scanner, sink: AnswerSink) -> Steps[str | None]:
-        if self.begin is None or not scanner.step(CALL_STEPS):
+        if not scanner.step(CALL_STEPS):
             return None
-        return (yield from scanner.until((self.begin,), sink.content.append))
+        return (yield from scanner.until((self.begin, *self.others), sink.content.append))
 
 
 def close(scanner: Scanner, sink: AnswerSink, end: str) -> Steps[None]:

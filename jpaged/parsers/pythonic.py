@@ -218,7 +218,10 @@ def _read_string(scanner: Scanner, emit: Emit) -> Steps[bool]:
 
 
 def _read_escape(scanner: Scanner, emit: Emit) -> Steps[bool]:
-    """Consume an escape. As in Python, an unknown escape stands for itself. Returns False if it is not valid."""
+    """Consume an escape. As in Python, an unknown escape stands for itself. Returns False if it is not valid.
+
+    `\\/` is a slash, as in JSON: no model means Python's two characters.
+    """
     while len(scanner.text) - scanner.pos < 2:
         if scanner.ended:
             return False
@@ -226,7 +229,7 @@ def _read_escape(scanner: Scanner, emit: Emit) -> Steps[bool]:
     kind = scanner.text[scanner.pos + 1]
     if not scanner.step():
         return False
-    if kind in 'nrtbf"\\':
+    if kind in 'nrtbf"\\/':
         emit(scanner.advance(scanner.pos + 2))
         return True
     digits = _HEX.get(kind)

@@ -11,11 +11,17 @@ def read_reasoning(scanner: Scanner, sink: AnswerSink, tags: ReasoningTags) -> S
         return
     scanner.hold()
     yield from scanner.space()
-    if not (yield from scanner.accept(tags.start)) and not tags.opened:
+    started = False
+    for start in tags.starts:
+        started = started or (yield from scanner.accept(start))
+    if not started and not tags.opened:
         sink.content.append(scanner.release())
         return
     scanner.release()
     sink.reasoning.begin()
-    if (yield from scanner.until((tags.end,), sink.reasoning.append)) is not None:
+    end = yield from scanner.until((*tags.ends, *tags.stops), sink.reasoning.append)
+    if end is not None:
         sink.reasoning.mark_edge()
         sink.content.begin()
+    if end in tags.stops:
+        scanner.back(end)

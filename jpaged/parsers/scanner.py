@@ -43,6 +43,10 @@ class Scanner:
             self._held.append(piece)
         return piece
 
+    def back(self, piece: str) -> None:
+        """Undo `advance`: the scanner's next text is `piece` again, which was the last consumed text, and not held."""
+        self.pos -= len(piece)
+
     def rest(self) -> str:
         """Consume all text so far, and return it."""
         return self.advance(len(self.text))
@@ -103,10 +107,13 @@ class Scanner:
                 return self.advance(end)
             yield
 
-    def until(self, literals: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str | None]:
+    def until(
+        self, literals: tuple[str, ...], emit: Callable[[str], None], *, cut: bool = True
+    ) -> Steps[str | None]:
         """Consume text up to and including the first of `literals`. Emit the text before it as soon as it is certain.
 
         Returns the literal, or None if the text ends without one. No literal may be a prefix of another.
+        cut: emit the beginning of a literal at the end of the text. False drops it.
         """
         search = _any_of(literals)
         while True:
@@ -115,12 +122,13 @@ class Scanner:
                 emit(self.advance(match.start()))
                 return self.advance(match.end())
             end = len(self.text)
-            if not self.ended:
+            if not (self.ended and cut):
                 begun, longest = _prefixes_of(literals)
                 match = begun.search(self.text, max(self.pos, end - longest))
                 end = match.start() if match else end
             emit(self.advance(end))
             if self.ended:
+                self.rest()
                 return None
             yield
 

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jpaged.models.decoder import decode_layer, embed_tokens, layer_vectors
-from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, Rope
+from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, QueryScaling, Rope
 
 WINDOW = 512          # tokens per sequence
 MOST_TOKENS = 32_768  # more tokens are dropped; the states of 32,768 take 0.5 GiB with hidden size 4,096
@@ -65,16 +65,19 @@ class Calibration:
     def _run(self, layer: int, leaves: Params, states: np.ndarray, *, watched: bool) -> tuple[Any, dict[str, Any]]:
         leaves = layer_vectors(self._vectors, layer) | leaves
         spec = self._spec
-        return _run(spec, leaves, states, spec.mixer(layer), spec.layer_rope(layer), watched)
+        growth = spec.query_scaling if spec.query_scaling is not None and spec.query_scaling.applies(layer) else None
+        rope, options = spec.layer_rope(layer), spec.mixer(layer)
+        return _run(spec.of_layer(layer), leaves, states, options, rope, growth, watched)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "options", "rope", "watched"))
+@functools.partial(jax.jit, static_argnames=("spec", "options", "rope", "growth", "watched"))
 def _run(
     spec: DecoderSpec,
     leaves: Params,
     states: Float[Array, "batch length hidden"],
     options: AttentionOptions,
     rope: Rope | None,
+    growth: QueryScaling | None,
     watched: bool,
 ) -> tuple[Float[Array, "batch length hidden"], dict[str, Float[Array, "in in"]]]:
     products: dict[str, Array] = {}
@@ -82,5 +85,6 @@ def _run(
     def watch(name: str, x: Array) -> None:
         products[name] = lax.dot_general(x, x, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
-    out = decode_layer(spec, leaves, states, options=options, rope=rope, watch=watch if watched else None)
+    used = watch if watched else None
+    out = decode_layer(spec, leaves, states, options=options, rope=rope, growth=growth, watch=used)
     return out, products

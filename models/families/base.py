@@ -39,6 +39,7 @@ class Part(enum.Enum):
     CONV_Q = "conv_q"    # tensors of a convolution are [channels, 1, width]
     CONV_K = "conv_k"
     CONV_V = "conv_v"
+    ROW = "row"  # a vector, which the tensor has as a matrix of one row
 
     def view(self, leaf: np.ndarray) -> np.ndarray:
         match self:
@@ -70,6 +71,8 @@ class Part(enum.Enum):
             case Part.CONV_Q | Part.CONV_K | Part.CONV_V:
                 parts = {Part.CONV_Q: 0, Part.CONV_K: 1, Part.CONV_V: slice(2, None)}
                 return np.moveaxis(leaf, 0, -1)[:, parts[self], ..., None, :]
+            case Part.ROW:
+                return leaf[None]
 
     @property
     def output_axes(self) -> int:
@@ -89,6 +92,9 @@ class TensorRule:
     transposed: bool = False             # the tensor is [in, out]
     all_experts: bool = False            # one tensor for all experts of a layer, [experts, ...]
     aliases: tuple[str, ...] = ()        # other names of the tensor in other checkpoints
+    # Share of each head, from its first dimension, that rope rotates in pairs (2i, 2i + 1) in the checkpoint. The leaf
+    # has the order (i, i + half) of the kernels. Queries and keys have the same order, so q.k is the same.
+    pairs: float = 0.0
 
     def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor. leaf: of one layer, also if the tree stacks it over layers."""
@@ -109,16 +115,39 @@ class TensorRule:
         for part in self.parts:
             view = part.view(leaf)
             count = _flat_shape(part, view)[0]
-            np.copyto(view, rows[start : start + count].reshape(view.shape), casting="unsafe")
+            values = rows[start : start + count].reshape(view.shape)
+            for into, of in self._orders(part, view):
+                np.copyto(view[into], values[of], casting="unsafe")
             start += count
 
     def gather(self, leaf: np.ndarray) -> np.ndarray:
         """Return the checkpoint's tensor from the leaf. Inverse of `store`."""
         if self.all_experts:
             return np.stack([self._for_one_expert().gather(expert_leaf) for expert_leaf in leaf])
-        views = [(part, part.view(leaf)) for part in self.parts]
+        views = [(part, self._in_file_order(part, part.view(leaf))) for part in self.parts]
         rows = np.concatenate([view.reshape(_flat_shape(part, view)) for part, view in views])
         return np.ascontiguousarray(rows.T if self.transposed else rows)
+
+    def _in_file_order(self, part: Part, view: np.ndarray) -> np.ndarray:
+        if not self.pairs:
+            return view
+        values = np.empty_like(view)
+        for into, of in self._orders(part, view):
+            values[of] = view[into]
+        return values
+
+    def _orders(self, part: Part, view: np.ndarray) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Pairs of indices: of the view, and of the tensor's values in the view's shape. Together they cover both."""
+        if not self.pairs:
+            return [((), ())]
+        before = (slice(None),) * (part.output_axes - 1)  # the last axis of output features is the head's dimensions
+        rotated = int(view.shape[len(before)] * self.pairs)
+        orders = [
+            (slice(rotated // 2), slice(0, rotated, 2)),
+            (slice(rotated // 2, rotated), slice(1, rotated, 2)),
+            (slice(rotated, None), slice(rotated, None)),
+        ]
+        return [((*before, into), (*before, of)) for into, of in orders]
 
     def _for_one_expert(self) -> "TensorRule":
         """The rule for one expert's slice of the tensor."""
@@ -134,6 +163,12 @@ def with_bias(
         TensorRule(f"{name}.weight", leaf, parts, transposed, aliases=aliases["weight"]),
         TensorRule(f"{name}.bias", f"{leaf}_bias", parts, aliases=aliases["bias"]),
     )
+
+
+def with_pairs(rules: tuple[TensorRule, ...], share: float = 1.0) -> tuple[TensorRule, ...]:
+    """The rules, with queries and keys that are rotated in pairs. share: see `TensorRule.pairs`."""
+    rotated = ((Part.Q,), (Part.K,))
+    return tuple(dataclasses.replace(rule, pairs=share) if rule.parts in rotated else rule for rule in rules)
 
 
 # All sequence classifiers of Transformers use this name for the score matrix.
@@ -161,6 +196,7 @@ class Family:
     prefix: str                      # of all tensors except lm_head and score; absent in files of the base model
     ignored: re.Pattern[str]         # tensors that Transformers also ignores, mostly buffers of old versions
     constants: Callable[[CheckpointConfig], Mapping[str, float]] = _no_constants  # values of leaves without a tensor
+    has_classifier: bool = True      # Transformers has a sequence classifier of this architecture
 
     def spec(self, config: CheckpointConfig) -> DecoderSpec:
         """DecoderSpec of a config.json. Raises ModelLoadError, which names the wrong or unsupported key."""

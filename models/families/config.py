@@ -93,6 +93,26 @@ class CheckpointConfig:
             )
         return _ACTIVATIONS[value]
 
+    def without_rope_keys(self, *names: str) -> tuple["CheckpointConfig", dict[str, Any]]:
+        """The config without these keys of its rope dictionaries, and their values. For options that no rope has."""
+        found: dict[str, Any] = {}
+        changed = dict(self.values)
+        for place in ("rope_scaling", "rope_parameters"):
+            values = self._rope_dict(place)
+            found |= {name: values.pop(name) for name in names if name in values}
+            if self.get(place) is not None:
+                changed[place] = values
+        return CheckpointConfig(changed), found
+
+    def sparse_layers(self, layers: int, *, dense: int) -> tuple[bool, ...]:
+        """Per layer: True if `mlp_layer_types` says that it has experts. dense: number of first layers without them."""
+        kinds = self.get("mlp_layer_types", default=["dense"] * min(dense, layers) + ["sparse"] * (layers - dense))
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
+            raise ModelLoadError(
+                f"config.json: mlp_layer_types={kinds!r} must be a list of {layers} names, each dense or sparse"
+            )
+        return tuple(kind == "sparse" for kind in kinds)
+
     def layer_types(self) -> list[str]:
         """Kind of attention of every layer, by its name in Transformers; [] if the config has none."""
         types = self.get("layer_types", default=[])

@@ -34,8 +34,8 @@ RULES = (
 IGNORED = re.compile(llama.IGNORED.pattern + r"|model\.layers\.61\..*")
 
 
-def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
-    """Spec of V2 or V3 without experts."""
+def latent_spec(config: CheckpointConfig) -> DecoderSpec:
+    """Spec of V2 or V3 without experts. Other families with latent attention extend it."""
     config.refuse("mlp_bias", False)
     config.refuse("moe_layer_freq", 1)
     latent = Latent(
@@ -61,7 +61,7 @@ def _latent_spec(config: CheckpointConfig) -> DecoderSpec:
     )
 
 
-def _experts(
+def routed_experts(
     config: CheckpointConfig, num_layers: int, *, num: int, per_token: int, expert_group_top: int = 1
 ) -> Experts:
     num, per_token = config.experts("n_routed_experts", "num_local_experts", num=num, per_token=per_token)
@@ -87,26 +87,30 @@ def _deepseek_v2(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("norm_topk_prob", False)  # Transformers reads it, but does not apply it
     config.refuse("topk_method", "greedy", "group_limited_greedy")
     config.refuse("rope_interleave", True)
-    base = _latent_spec(config)
-    experts = _experts(config.with_defaults(n_shared_experts=2), base.num_layers, num=64, per_token=6)
+    base = latent_spec(config)
+    experts = routed_experts(config.with_defaults(n_shared_experts=2), base.num_layers, num=64, per_token=6)
     if config.get("topk_method", default="greedy") == "greedy":
         experts = dataclasses.replace(experts, expert_groups=1, expert_groups_per_token=0)
     return dataclasses.replace(base, experts=experts)
 
 
-def _deepseek_v3(config: CheckpointConfig) -> DecoderSpec:
+def sigmoid_experts(config: CheckpointConfig, num_layers: int, *, num: int, per_token: int) -> Experts:
+    """Experts of a V3, which other families have too. num, per_token: defaults."""
     config.refuse("scoring_func", "sigmoid")
     config.refuse("topk_method", "noaux_tc")
+    return dataclasses.replace(
+        routed_experts(config, num_layers, num=num, per_token=per_token, expert_group_top=2),
+        scoring=Scoring.SIGMOID, correction=True, renormalise=config.flag("norm_topk_prob", True),
+    )  # fmt: skip
+
+
+def _deepseek_v3(config: CheckpointConfig) -> DecoderSpec:
     config = config.with_defaults(
         n_shared_experts=1, moe_intermediate_size=2048, n_group=8, topk_group=4, first_k_dense_replace=3,
         routed_scaling_factor=2.5, q_lora_rank=1536,
     )  # fmt: skip
-    base = _latent_spec(config)
-    experts = dataclasses.replace(
-        _experts(config, base.num_layers, num=256, per_token=8, expert_group_top=2),
-        scoring=Scoring.SIGMOID, correction=True, renormalise=config.flag("norm_topk_prob", True),
-    )  # fmt: skip
-    return dataclasses.replace(base, experts=experts)
+    base = latent_spec(config)
+    return dataclasses.replace(base, experts=sigmoid_experts(config, base.num_layers, num=256, per_token=8))
 
 
 DEEPSEEK_V2 = Family(

@@ -32,13 +32,18 @@ PREFIX = "model."
 IGNORED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
-def spec(config: CheckpointConfig, *, partial_rope: bool = False, theta: float = 10000.0) -> DecoderSpec:
-    """Spec of a Llama. Other families extend it. partial_rope: accept `partial_rotary_factor`. theta: default base."""
+def spec(
+    config: CheckpointConfig, *, partial_rope: bool = False, theta: float = 10000.0, share: float = 1.0
+) -> DecoderSpec:
+    """Spec of a Llama. Other families extend it.
+
+    partial_rope: accept `partial_rotary_factor`. theta, share: defaults of the rope's base and of that factor.
+    """
     config.refuse_common()
     hidden = config.integer("hidden_size")
     heads, kv_heads = config.heads()
     head_dim = config.integer("head_dim") if config.get("head_dim") else head_share(hidden, heads)
-    rope = config.rope(partial=partial_rope, theta=theta)
+    rope = config.rope(partial=partial_rope, theta=theta, share=share)
     check_rope(rope, head_dim)
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),

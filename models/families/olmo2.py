@@ -29,4 +29,7 @@ def _olmo2(config: CheckpointConfig) -> DecoderSpec:
     return spec(config)
 
 
-OLMO2 = Family("olmo2", ("Olmo2ForCausalLM", "Olmo2Model"), _olmo2, RULES, llama.PREFIX, llama.IGNORED)
+OLMO2 = Family(
+    "olmo2", ("Olmo2ForCausalLM", "Olmo2Model"), _olmo2, RULES, llama.PREFIX, llama.IGNORED,
+    has_classifier=False,
+)  # fmt: skip

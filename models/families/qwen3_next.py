@@ -125,5 +125,5 @@ QWEN3_5 = Family(
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"), _qwen3_5_moe, _MOE_RULES, llama.PREFIX,
-    _IGNORED,
+    _IGNORED, has_classifier=False,
 )  # fmt: skip

@@ -48,7 +48,9 @@ def gated_delta(
     scale:         of q; None: k_dim ** -0.5.
     implementation: None: the best one for the platform that the call is lowered for. "reference" is one token after the
                    other, "xla" one token of each row at a time, "cpu" a native kernel for CPU. A row's bits on CPU
-                   depend on its own tokens only, not on how they are divided into calls.
+                   depend on its own tokens only, not on how they are divided into calls. "triton" are kernels for
+                   NVIDIA and "mosaic_tpu" for TPU: rows of up to 32 tokens one after the other, longer rows in chunks
+                   that are counted from position 0. On CPU these run in interpret mode.
 
     Sums are float32. out has v's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit, or
     if the implementation refuses the call.

@@ -15,7 +15,7 @@ from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_attention import cpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiling import Tiling
-from pallas_kernels.platforms import Implementation, candidates, compiled_on, pick
+from pallas_kernels.platforms import Implementation, candidates, compiled_on, nvidia_capability, pick
 
 
 def _mosaic_gpu(name: str) -> Callable[..., Any]:
@@ -48,12 +48,15 @@ def usable_implementations(
 ) -> tuple[str, ...]:
     """Names of the implementations that accept a call, best first: each is a fallback for the one before.
 
-    Arguments as in `choose_implementation`. "mosaic_prefill" comes first on GPUs where it was measured as faster.
+    Arguments as in `choose_implementation`. On Hopper, calls with several tokens in a row have "mosaic_prefill" first,
+    except for shapes of the tuning file that measured Triton's prefill as faster.
     """
     call = (q, pages, block_tables, max_query_len)
     names = candidates(IMPLEMENTATIONS, device, *call)
+    if max_query_len == 1 or (nvidia_capability(device) or (0, 0))[0] != 9:
+        return names
     measured = Tiling.measured(device.device_kind, q, pages)
-    if measured is None or measured.prefill_kernel != "mosaic_gpu":
+    if measured is not None and measured.prefill_kernel != "mosaic_gpu":
         return names
     faster = IMPLEMENTATIONS["mosaic_prefill"]
     return ("mosaic_prefill", *names) if faster.refuse(device, *call) is None else names
@@ -103,9 +106,9 @@ def paged_attention(
                      online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
                      loops that end at the longest row. "triton" are kernels for NVIDIA, "triton_small" the same with
                      small tiles, no splits and no pipeline. "mosaic_tpu" is a kernel for TPU. On CPU, these three run
-                     in interpret mode. "mosaic_prefill", for Hopper, is "triton" for rows of one token and a Mosaic GPU
-                     kernel for other rows. It is chosen where it was measured to be faster. "mosaic_gpu" has Mosaic GPU
-                     kernels for all rows. It is experimental, and never chosen.
+                     in interpret mode. "mosaic_prefill", the default on Hopper, is "triton" for rows of one token and a
+                     Mosaic GPU kernel for other rows. "mosaic_gpu" has Mosaic GPU kernels for all rows. It is
+                     experimental, and never chosen.
     debug:           check the values of the index arguments, also inside jit. Raises ValueError; from a running
                      program JaxRuntimeError with the same text. Costs a host callback. Without it, indices out of range
                      give undefined results.

@@ -1,11 +1,17 @@
 """Prefill of paged_attention for Hopper in Pallas, lowered through Mosaic GPU (Shah et al. 2024).
 
 It computes rows of several tokens. A block has three warp groups. The third copies keys and values, the first two
-attend. They take turns: while one computes a softmax, the matmuls of the other use the tensor cores.
+attend, from the last tile of keys to the first. In each step a warp group issues two matmuls together: QK of the
+step's keys, and PV of the step before. It waits for QK, computes its softmax while the tensor cores compute PV, and
+then waits for PV. The two warp groups issue in turns, so the matmuls of one are queued while the other one computes
+its softmax.
 
-    warp group 0   QK │ softmax │ PV QK │ softmax │ PV …
-    warp group 1      │ QK      │ softmax │ PV QK │ softmax …         a barrier at every │
-    warp group 2   keys, values of the next tiles, as soon as a slot is free
+    warp group 0   QK1 PV0 │ softmax 1 │ QK2 PV1   │ softmax 2 …
+    warp group 1           │ QK1 PV0   │ softmax 1 │ QK2 PV1 …      at every │ the other warp group gets the turn
+    warp group 2   keys and values of the next tiles, as soon as a slot is free
+
+A warp group passes the turn when it has issued its matmuls, not when they have ended. Turns change the speed and not
+the result, with one exception: `clear_values` relies on their order.
 
 A *unit* is the work of one warp group: 64 query rows, which are 1, 2, 4 or 8 query heads of a KV head times 64, 32, 16
 or 8 tokens. A block has two units with successive tokens. A row's last unit begins earlier instead of being partly
@@ -69,11 +75,20 @@ class _Problem(StaticParameters):
         return min(self.block_size, self.keys)
 
     @property
+    def pieces(self) -> int:
+        """Copies of a tile of keys, or of values."""
+        return self.keys // self.piece
+
+    @property
     def stages(self) -> int:
         """Tiles of keys and values in shared memory, at most 4."""
         queries = 2 * UNIT_ROWS * self.head_dim * self.itemsize
         tile = 2 * self.keys * self.head_dim * self.itemsize
         return min(4, (SHARED_BYTES - queries) // tile)
+
+    def barrier(self, which: Any, slot: Array) -> Array:
+        """Index of the barrier of a slot for keys (which=0) or values (which=1)."""
+        return which * self.stages + slot
 
     @property
     def unit(self) -> float:
@@ -107,29 +122,26 @@ class _Shared(NamedTuple):
     queries: Ref   # [2, 64, head_dim], and later the outputs
     boxes: Ref     # [2, 8, head_dim / 64, 8, 64]: the same bytes, as copies of 8 tokens see them
     outputs: Ref   # the same bytes, not swizzled: for units with tokens that are not stored
-    keys: Ref      # [stages, keys, head_dim]
-    values: Ref
+    tiles: Ref     # [2, stages, keys, head_dim]: keys, and values
     weights: Ref   # [2, 64, keys]; only for the interpreter
     queries_here: Ref
-    keys_here: Ref
-    values_here: Ref
-    keys_free: Ref
-    values_free: Ref
-    turn: Ref
+    here: Ref      # barriers of the tiles, see `barrier`
+    free: Ref
+    turn: Ref      # [2]: the matmuls of this unit come next
 
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """The keys of a block's two units. Both units go through the same tiles."""
+    """The keys of a block's two units. Both units go through the same tiles, from the last tile to the first."""
 
     row: Array
     tile_first: Array    # the block's first token, counted within the row
     begin: Array         # keys [begin, end) are seen by some query
     end: Array
-    first_tile: Array
-    inside_begin: Array  # tiles [inside_begin, inside_end) are seen by every query
+    last_tile: Array     # step i computes tile last_tile - i
+    steps: Array
+    inside_begin: Array  # in steps [inside_begin, inside_end), every query sees every key
     inside_end: Array
-    last_tile: Array
     token: Array         # of q: the row's first token
     count: Array         # tokens of the row
     length: Array
@@ -137,6 +149,8 @@ class _Span:
 
 def refuse(device: Any, q: Any, pages: KVPages) -> str | None:
     """Reason why the kernel cannot take a call on a jax Device; None if it can."""
+    if jax.__version_info__ < (0, 11):
+        return f"its prefill needs JAX 0.11 or newer, this is {jax.__version__}"
     if device.platform != "cpu" and (nvidia_capability(device) or (0, 0))[0] != 9:
         return f"it is for NVIDIA's Hopper (compute capability 9), not for {device.device_kind}"
     if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16) or pages.v_dim is not None:
@@ -151,9 +165,6 @@ def refuse(device: Any, q: Any, pages: KVPages) -> str | None:
 
 def prefill(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
     """The output of rows of more than one token. Outputs of other rows are undefined."""
-    for name, given in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
-        if given is not None and jax.__version_info__ < (0, 11):
-            raise ValueError(f"{name}: the prefill through Mosaic GPU needs JAX 0.11 for them, 'triton' does not")
     q, pages, starts = call.q, call.pages, call.query_start_loc
     tokens, q_heads, head_dim = q.shape
     problem = _Problem.of(call, itemsize=q.dtype.itemsize, interpreted=is_interpreted())
@@ -173,10 +184,10 @@ def prefill(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
     swizzle = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     rows = plgpu.SMEM((2, UNIT_ROWS, head_dim), q.dtype, transforms=swizzle)
     boxes = plgpu.SMEM((2, UNIT_ROWS // 8, head_dim // 64, 8, 64), q.dtype, transforms=swizzle[1:])
-    tile = plgpu.SMEM((problem.stages, problem.keys, head_dim), q.dtype, transforms=swizzle)
+    tiles = plgpu.SMEM((2, problem.stages, problem.keys, head_dim), q.dtype, transforms=swizzle)
     weights = plgpu.SMEM((2, UNIT_ROWS, problem.keys), q.dtype, transforms=swizzle)
-    here = plgpu.Barrier(num_arrivals=problem.keys // problem.piece, num_barriers=problem.stages)
-    free = plgpu.Barrier(num_arrivals=2, num_barriers=problem.stages)
+    here = plgpu.Barrier(num_arrivals=problem.pieces, num_barriers=2 * problem.stages)
+    free = plgpu.Barrier(num_arrivals=2, num_barriers=2 * problem.stages)
     out = plgpu.kernel(
         functools.partial(_kernel, problem=problem),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -187,15 +198,12 @@ def prefill(call: AttentionCall) -> Float[Array, "tokens q_heads head_dim"]:
         thread_name="warp_group",
         scratch_types=(
             plgpu.RefUnion(rows, boxes, plgpu.SMEM((2, UNIT_ROWS, head_dim), q.dtype)),
-            tile,
-            tile,
+            tiles,
             *((weights,) if problem.interpreted else ()),
             plgpu.Barrier(num_arrivals=UNIT_ROWS // 8 * head_dim // 64, num_barriers=2),
             here,
-            here,
             free,
-            free,
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=1, num_barriers=2),
         ),
         # Automatic barriers cost registers, which are then spilled. They protect memory that one warp group reads and
         # writes: the values in `_clear_values`, where each warp touches its own rows only.
@@ -214,9 +222,9 @@ def _kernel(*refs: Ref, problem: _Problem) -> None:
     """One tile of a row's tokens and the query heads of one head block."""
     num_given = len(_Given._fields)
     given, out_ref = _Given(*refs[:num_given]), refs[num_given]
-    (queries, boxes, outputs), keys, values, *rest = refs[num_given + 1 :]
+    (queries, boxes, outputs), tiles, *rest = refs[num_given + 1 :]
     weights, barriers = (rest[0], rest[1:]) if problem.interpreted else (None, rest)
-    shared = _Shared(queries, boxes, outputs, keys, values, weights, *barriers)
+    shared = _Shared(queries, boxes, outputs, tiles, weights, *barriers)
     warp_group = lax.axis_index("warp_group")
 
     # Each warp group reads its tile here: values from before `set_max_registers` are spilled.
@@ -249,63 +257,65 @@ def _span(problem: _Problem, given: _Given, row: Array, tile_first: Array) -> _S
     latest = jnp.maximum(count - problem.tokens, 0)
     low, high = (length - count + jnp.minimum(tile_first + i * problem.tokens, latest) for i in (0, 1))
     end = jnp.minimum(high + problem.tokens, length)
-    begin = inside_begin = jnp.int32(0)
-    last_tile = _divide_up(end, problem.keys)
-    inside_end = lax.div(low + 1, problem.keys)  # before it, every query is after every key
+    begin = jnp.int32(0)
+    after = _divide_up(end, problem.keys)  # the tile after the last one
+    steps = after
+    # The last tile always has an edge: a row has two tokens or more, so its first query does not see its last key.
+    inside_begin = jnp.maximum(after - lax.div(low + 1, problem.keys), 1)
+    inside_end = steps
     if problem.window is not None:
         begin = jnp.maximum(low - problem.window + 1, 0)
-        # from here, every query's window has begun
-        inside_begin = jnp.minimum(_divide_up(jnp.maximum(end - problem.window, 0), problem.keys), last_tile)
-        inside_end = jnp.maximum(inside_end, inside_begin)
-    return _Span(
-        row, tile_first, begin, end, lax.div(begin, problem.keys), inside_begin, inside_end, last_tile, token, count,
-        length,
-    )
+        steps = after - lax.div(begin, problem.keys)
+        # before this tile, some query's window has not begun
+        inside_end = after - jnp.minimum(_divide_up(jnp.maximum(end - problem.window, 0), problem.keys), after)
+        inside_end = jnp.maximum(inside_end, 1)
+        inside_begin = jnp.minimum(inside_begin, inside_end)
+    return _Span(row, tile_first, begin, end, after - 1, steps, inside_begin, inside_end, token, count, length)
 
 
 def _copy_pages(problem: _Problem, given: _Given, shared: _Shared, span: _Span) -> None:
-    """Copy the tiles of keys and values. A copy waits until both units have used the tile before it in its slot."""
+    """Copy the tiles of keys and values. A copy waits until both units have used the tile before it in its slot.
+
+    Warp 0 copies keys, and warp 1 values. With several pieces, warps 2 and 3 copy half of them. Each warp issues on
+    another of the multiprocessor's four schedulers, so none has much more to issue than the others.
+    """
     head = lax.div(lax.axis_index("heads") * problem.heads, problem.q_per_kv)
     first_block, last_block = (lax.div(position, problem.block_size) for position in (span.begin, span.end - 1))
+    copiers = min(problem.pieces, 2)
 
-    def pages_of(tile: Array) -> tuple[Array, ...]:
-        """The page of each piece. A piece that no query sees reads another page, and is masked."""
-        blocks = (
-            lax.div(tile * problem.keys + i, problem.block_size) for i in range(0, problem.keys, problem.piece)
-        )
-        return tuple(given.tables[span.row, jnp.clip(block, first_block, last_block)] for block in blocks)
+    def copy_all(warp: Array) -> None:
+        which, part = lax.rem(warp, 2), lax.div(warp, 2)
+        starts = [(part * (problem.pieces // copiers) + i) * problem.piece for i in range(problem.pieces // copiers)]
 
-    def copy(tile: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
-        following = pages_of(tile + 1)  # loaded while waiting
-        slot = lax.rem(tile - span.first_tile, problem.stages)
-        offset = lax.rem(tile * problem.keys, problem.block_size)  # of blocks larger than a tile; else 0
-        for which, smem, here, free in (
-            (0, shared.keys, shared.keys_here, shared.keys_free),
-            (1, shared.values, shared.values_here, shared.values_free),
-        ):
-            pl.when(tile - span.first_tile >= problem.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-            for i, page in enumerate(pages):
+        def pages_of(tile: Array) -> tuple[Array, ...]:
+            """The page of each piece. A piece that no query sees reads another page, and is masked."""
+            blocks = (lax.div(tile * problem.keys + start, problem.block_size) for start in starts)
+            return tuple(given.tables[span.row, jnp.clip(block, first_block, last_block)] for block in blocks)
+
+        def copy(step: Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
+            tile = span.last_tile - step
+            following = pages_of(jnp.maximum(tile - 1, 0))  # loaded while waiting
+            slot = lax.rem(step, problem.stages)
+            barrier = problem.barrier(which, slot)
+            offset = lax.rem(tile * problem.keys, problem.block_size)  # of blocks larger than a tile; else 0
+            pl.when(step >= problem.stages)(functools.partial(plgpu.barrier_wait, shared.free.at[barrier]))
+            for start, page in zip(starts, pages, strict=True):
                 plgpu.copy_gmem_to_smem(
                     given.data.at[page, which, head, pl.ds(offset, problem.piece)],
-                    smem.at[slot, pl.ds(i * problem.piece, problem.piece)],
-                    here.at[slot],
+                    shared.tiles.at[which, slot, pl.ds(start, problem.piece)],
+                    shared.here.at[barrier],
                 )
-        return following
+            return following
 
-    def drain(tile: Array, _: None) -> None:
-        slot = lax.rem(tile - span.first_tile, problem.stages)
-        plgpu.barrier_wait(shared.keys_free.at[slot])
-        plgpu.barrier_wait(shared.values_free.at[slot])
+        lax.fori_loop(0, span.steps, copy, pages_of(span.last_tile))
+        if problem.interpreted:  # it demands that a warp sees every phase of a barrier
 
-    def work(warp: Array) -> None:
-        @pl.when(warp == 0)
-        def _one_warp() -> None:
-            lax.fori_loop(span.first_tile, span.last_tile, copy, pages_of(span.first_tile))
-            if problem.interpreted:  # it demands that a warp sees every phase of a barrier
-                begin = jnp.maximum(span.last_tile - problem.stages, span.first_tile)
-                lax.fori_loop(begin, span.last_tile, drain, None)
+            def drain(step: Array, _: None) -> None:
+                plgpu.barrier_wait(shared.free.at[problem.barrier(which, lax.rem(step, problem.stages))])
 
-    plgpu.warp_map(work)  # one warp: four would take issue slots from the matmuls
+            lax.fori_loop(jnp.maximum(span.steps - problem.stages, 0), span.steps, drain, None)
+
+    plgpu.warp_map(lambda warp: pl.when(warp < 2 * copiers)(functools.partial(copy_all, warp)))
 
 
 def _attend(
@@ -327,26 +337,28 @@ def _attend(
     slope = None
     if problem.has_slopes:  # JAX 0.10, which the type checker sees, has another signature
         slope = plgpu.load(given.slopes.at[head_block], layout=_ROWS, optimized=False)  # ty: ignore[missing-argument]
+    # the second unit gives the first turn to the first unit
+    pl.when(warp_group == 1)(functools.partial(plgpu.barrier_arrive, shared.turn.at[0]))
     plgpu.barrier_wait(shared.queries_here.at[warp_group])
 
-    def take_turn() -> None:
-        plgpu.barrier_arrive(shared.turn)
-        plgpu.barrier_wait(shared.turn)
+    def multiply_keys(scores: Ref, slot: Array) -> None:
+        plgpu.wgmma(scores, queries, shared.tiles.at[0, slot].transpose((1, 0)))
 
-    def next_keys(tile: Array, carry: _Carry, *, at_edge: bool) -> _Carry:
-        out, top, total = carry
-        slot = lax.rem(tile - span.first_tile, problem.stages)
-        plgpu.barrier_wait(shared.keys_here.at[slot])
+    def multiply_values(sums: Ref, weights: Array, slot: Array) -> None:
+        """Add weights @ values. Weights stay in registers; the interpreter supports only shared memory."""
+        if problem.interpreted:
+            rows = shared.weights.at[warp_group]
+            rows[...] = weights
+            plgpu.commit_smem()
+        plgpu.wgmma(sums, rows if problem.interpreted else weights, shared.tiles.at[1, slot])
 
-        def multiply(sums: Ref) -> Array:
-            plgpu.wgmma(sums, queries, shared.keys.at[slot].transpose((1, 0)))
-            take_turn()  # the other unit's matmuls wait until these are issued
-            return sums[...]
+    def pass_turn() -> None:
+        plgpu.barrier_arrive(shared.turn.at[1 - warp_group])
 
-        scores = pl.run_scoped(multiply, plgpu.ACC((UNIT_ROWS, problem.keys), jnp.float32))
-        plgpu.barrier_arrive(shared.keys_free.at[slot])
+    def attention_of(step: Array, scores: Array, top: Array, total: Array, *, at_edge: bool) -> tuple[Array, ...]:
+        """Weights of a step's keys, the largest score and the sum of the weights so far, factor of earlier weights."""
         scores = _changed(problem, scores)
-        position = tile * problem.keys + _iota(scores.shape, 1)
+        position = (span.last_tile - step) * problem.keys + _iota(scores.shape, 1)
         if slope is not None:
             distance = (_across(query, scores) - position).astype(jnp.float32)
             scores -= _across(slope * LOG2E, scores) * distance
@@ -360,34 +372,85 @@ def _attend(
         base = jnp.where(new_top == MASKED, 0.0, new_top) if at_edge else new_top
         weights = jnp.exp2(scores * problem.unit - _across(base * problem.unit, scores))
         shrink = jnp.exp2((top - base) * problem.unit)
-        total = total * shrink + weights.sum(axis=1)
-        out *= _across(shrink, out)
-        narrow = weights.astype(given.q.dtype)
-        out, new_top, total, narrow = lax.optimization_barrier((out, new_top, total, narrow))
-        plgpu.barrier_wait(shared.values_here.at[slot])
-        if at_edge:
-            # The first unit has its turn before the second one, which therefore sees the zeros.
-            hidden = (tile * problem.keys < span.begin) | (tile * problem.keys + problem.keys > span.end)
-            pl.when((warp_group == 0) & hidden)(
-                functools.partial(_clear_values, problem, shared.values.at[slot], span, tile)
-            )
-        take_turn()
-        out = _add_product(problem, shared, out, narrow, slot, warp_group)
-        plgpu.barrier_arrive(shared.values_free.at[slot])
-        return out, new_top, total
+        return weights, new_top, total * shrink + weights.sum(axis=1), shrink
 
-    pl.when(warp_group == 1)(take_turn)  # the second unit is one turn late
-    carry = (
-        plgpu.layout_cast(jnp.zeros((UNIT_ROWS, problem.head_dim), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((UNIT_ROWS,), MASKED, jnp.float32), _ROWS),
-        plgpu.layout_cast(jnp.zeros((UNIT_ROWS,), jnp.float32), _ROWS),
-    )
-    at_edge, inside = (functools.partial(next_keys, at_edge=edge) for edge in (True, False))
-    if problem.window is not None:
-        carry = lax.fori_loop(span.first_tile, span.inside_begin, at_edge, carry)
+    def clear_values(step: Array, needed: Array | bool) -> None:
+        """Clear the values of a step that no query sees: after the last key, or before a window.
+
+        The first unit clears, and then takes its turn. The second one has its turn later, and sees the zeros.
+        """
+        tile = span.last_tile - step
+        values = shared.tiles.at[1, lax.rem(step, problem.stages)]
+        hidden = (tile * problem.keys < span.begin) | (tile * problem.keys + problem.keys > span.end)
+        pl.when((warp_group == 0) & needed & hidden)(functools.partial(_clear_values, problem, values, span, tile))
+
+    def begin(scores: Ref) -> tuple[Array, ...]:
+        """The first step. It has no earlier weights."""
+        plgpu.barrier_wait(shared.here.at[problem.barrier(0, 0)])
+        multiply_keys(scores, 0)
+        found = scores[...]
+        plgpu.barrier_arrive(shared.free.at[problem.barrier(0, 0)])
+        top = plgpu.layout_cast(jnp.full((UNIT_ROWS,), MASKED, jnp.float32), _ROWS)
+        weights, top, total, _ = attention_of(jnp.int32(0), found, top, jnp.zeros_like(top), at_edge=True)
+        return top, total, weights.astype(given.q.dtype)
+
+    def continue_(step: Array, carry: _Carry, *, at_edge: bool) -> _Carry:
+        out, top, total, narrow = carry
+        slot, earlier = lax.rem(step, problem.stages), lax.rem(step - 1, problem.stages)
+
+        def multiply(scores: Ref, sums: Ref) -> _Carry:
+            # Both matmuls are issued together: the tensor cores compute the second one during the softmax.
+            if not problem.interpreted:
+                sums[...] = out
+            multiply_keys(scores, slot)
+            multiply_values(sums, narrow, earlier)
+            pass_turn()
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            plgpu.barrier_arrive(shared.free.at[problem.barrier(0, slot)])
+            weights, new_top, new_total, shrink = attention_of(step, found, top, total, at_edge=at_edge)
+            weights, new_top, new_total, shrink = lax.optimization_barrier((weights, new_top, new_total, shrink))
+            # The assembler would move the wait for the sums up, before the softmax, but not across this loop.
+            plgpu.barrier_wait(shared.here.at[problem.barrier(1, slot)])
+            product = sums[...]
+            plgpu.barrier_arrive(shared.free.at[problem.barrier(1, earlier)])
+            if problem.interpreted:  # it has no initial sums
+                product += out
+            # Weights are narrowed after the wait: ptxas serialises matmuls when registers that a later one reads are
+            # written while one is in flight (its note C7513).
+            return product * _across(shrink, product), new_top, new_total, weights.astype(given.q.dtype)
+
+        plgpu.barrier_wait(shared.here.at[problem.barrier(0, slot)])
+        plgpu.barrier_wait(shared.turn.at[warp_group])
+        return pl.run_scoped(
+            multiply, plgpu.ACC((UNIT_ROWS, problem.keys), jnp.float32),
+            plgpu.ACC((UNIT_ROWS, problem.head_dim), jnp.float32),
+        )  # fmt: skip
+
+    def end(sums: Ref) -> Array:
+        """The second matmul of the last step."""
+        out, _, _, narrow = carry
+        if not problem.interpreted:
+            sums[...] = out
+        slot = lax.rem(span.steps - 1, problem.stages)
+        multiply_values(sums, narrow, slot)
+        pl.when(warp_group == 0)(pass_turn)
+        product = sums[...]
+        plgpu.barrier_arrive(shared.free.at[problem.barrier(1, slot)])
+        return product + out if problem.interpreted else product
+
+    top, total, narrow = pl.run_scoped(begin, plgpu.ACC((UNIT_ROWS, problem.keys), jnp.float32))
+    plgpu.barrier_wait(shared.here.at[problem.barrier(1, 0)])
+    clear_values(jnp.int32(0), True)
+    out = plgpu.layout_cast(jnp.zeros((UNIT_ROWS, problem.head_dim), jnp.float32), plgpu.Layout.WGMMA)
+    at_edge, inside = (functools.partial(continue_, at_edge=edge) for edge in (True, False))
+    carry = lax.fori_loop(1, span.inside_begin, at_edge, (out, top, total, narrow))
     carry = lax.fori_loop(span.inside_begin, span.inside_end, inside, carry)
-    out, top, total = lax.fori_loop(span.inside_end, span.last_tile, at_edge, carry)
-    pl.when(warp_group == 0)(take_turn)
+    if problem.window is not None:
+        carry = lax.fori_loop(span.inside_end, span.steps, at_edge, carry)
+        clear_values(span.steps - 1, span.steps > 1)
+    _, top, total, _ = carry
+    plgpu.barrier_wait(shared.turn.at[warp_group])
+    out = pl.run_scoped(end, plgpu.ACC((UNIT_ROWS, problem.head_dim), jnp.float32))
     if problem.has_sinks:
         sink = plgpu.load(given.sinks.at[head_block], layout=_ROWS, optimized=False)  # ty: ignore[missing-argument]
         total += jnp.exp2(sink * LOG2E - top * problem.unit)
@@ -395,9 +458,9 @@ def _attend(
     _store(problem, shared, out_ref, out, index, span, warp_group)
 
 
-# Output [64, head_dim], largest score [64], sum of the weights [64], all float32. Weights are 2 ** (unit * (score -
-# largest score)).
-_Carry = tuple[Array, Array, Array]
+# Output [64, head_dim] without the last step's values, largest score [64], sum of the weights [64], all float32; the
+# last step's weights [64, keys] in q's dtype. Weights are 2 ** (unit * (score - largest score)).
+_Carry = tuple[Array, Array, Array, Array]
 _ROWS = plgpu.Layout.WGMMA.reduce(1)  # layout of one number per query row
 
 
@@ -406,7 +469,9 @@ def _changed(problem: _Problem, scores: Array) -> Array:
     if problem.softcap is not None:
         # tanh by the exact identity: the GPU's approximation of tanh has 11 bits
         power = jnp.exp2(scores * (2 * LOG2E * problem.scale / problem.softcap))
-        return problem.softcap * LOG2E * (1.0 - 2.0 / (1.0 + power))
+        # a division would be 5 instructions. 1 + power is at least 1, and may be infinite: then the root is 0
+        root = lax.rsqrt(1.0 + power)
+        return problem.softcap * LOG2E - (2 * problem.softcap * LOG2E) * (root * root)
     factor = problem.scale * LOG2E / problem.unit
     return scores if factor == 1.0 else scores * factor
 
@@ -419,26 +484,6 @@ def _clear_values(problem: _Problem, values: Ref, span: _Span, tile: Array) -> N
         seen = (position >= span.begin) & (position < span.end)
         part[...] = jnp.where(seen, part[...].astype(jnp.float32), 0.0).astype(values.dtype)
     plgpu.commit_smem()
-
-
-def _add_product(
-    problem: _Problem, shared: _Shared, out: Array, weights: Array, slot: Array, warp_group: Array
-) -> Array:
-    """out + weights @ values. The weights stay in registers.
-
-    The interpreter has no matmuls from registers, and no initial sums. For it, weights go through shared memory.
-    """
-    values = shared.values.at[slot]
-    if not problem.interpreted:
-        return pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(plgpu.ACC.init(out))
-    shared.weights[warp_group] = weights
-    plgpu.commit_smem()
-
-    def multiply(sums: Ref) -> Array:
-        plgpu.wgmma(sums, shared.weights.at[warp_group], values)
-        return sums[...]
-
-    return out + pl.run_scoped(multiply, plgpu.ACC((UNIT_ROWS, problem.head_dim), jnp.float32))
 
 
 def _store(

@@ -7,8 +7,15 @@
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.platforms import Implementation, pick, takes_native
-from pallas_kernels.state_scan import cpu, reference, xla
+from pallas_kernels.platforms import (
+    Implementation,
+    compiled_on,
+    default_device,
+    pick,
+    takes_native,
+    traced_platform,
+)
+from pallas_kernels.state_scan import cpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.state_scan.call import ScanCall
 
 # An implementation takes a ScanCall and returns (out, states). Its `refuse` takes (device, call).
@@ -16,6 +23,8 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.state_scan),
     "xla": Implementation(xla.state_scan),
     "cpu": Implementation(cpu.state_scan, cpu.refuse),
+    "triton": Implementation(compiled_on("cuda", triton.state_scan), triton.refuse),
+    "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.state_scan), mosaic_tpu.refuse),
 }
 
 
@@ -42,6 +51,11 @@ def state_scan(
     """
     if implementation is not None:
         return pick(IMPLEMENTATIONS, implementation, call)(call)
-    if not takes_native(cpu.refuse, call):
-        return xla.state_scan(call)
-    return lax.platform_dependent(call, cpu=cpu.state_scan, default=xla.state_scan)
+    platform = traced_platform()
+    if platform == "cpu":
+        kernels = {"cpu": cpu.state_scan} if takes_native(cpu.refuse, call) else {}
+    else:
+        name, target = {"gpu": ("triton", "cuda"), "tpu": ("mosaic_tpu", "tpu")}.get(platform, ("xla", ""))
+        takes = name != "xla" and IMPLEMENTATIONS[name].refuse(default_device(), call) is None
+        kernels = {target: IMPLEMENTATIONS[name].call} if takes else {}
+    return lax.platform_dependent(call, **kernels, default=xla.state_scan) if kernels else xla.state_scan(call)

@@ -43,7 +43,10 @@ class ChatTools:
         """Return `turn`. With `raw`, its reader parses no calls, and its grammar is `grammar`."""
         if self.raw is None:
             return turn
-        plain = AnswerReader(reasoning=turn.reader.reasoning)
+        headers = turn.reader.tool_format
+        if headers is not None and not headers.reads_reasoning:
+            headers = None
+        plain = AnswerReader(tool_format=headers, reasoning=turn.reader.reasoning)
         return dataclasses.replace(turn, reader=plain, grammar=dict(self.grammar))
 
 

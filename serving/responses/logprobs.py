@@ -5,6 +5,7 @@ import dataclasses
 import msgspec
 from msgspec import Raw
 
+from jpaged.parsers.harmony import MESSAGE
 from jpaged.serving.openai_api.generation import Update
 from jpaged.serving.openai_api.logprob_shapes import chat_logprobs
 from jpaged.serving.schemas.responses_answers import EMPTY, EventLogprob
@@ -40,7 +41,10 @@ class WaitingTokens:
 
     def take(self, text: str) -> list[EncodedToken]:
         """Remove and return the tokens of a text that the parser returned. Earlier tokens, of tags, are dropped."""
-        place = max(self._text.find(text), 0)
+        header = self._text.find(MESSAGE)  # of gpt-oss; it may contain the same text
+        place = self._text.find(text, header + len(MESSAGE) if header >= 0 else 0)
+        if place < 0:
+            place = max(self._text.find(text), 0)
         begin, end = self._start + place, self._start + place + len(text)
         taken = [token for token in self._tokens if begin <= token.start < end]
         self._tokens = [token for token in self._tokens if token.start >= end]

@@ -77,7 +77,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     elif isinstance(error, NoWeightsError) or (isinstance(error, JPagedError) and not isinstance(error, EngineError)):
         message = str(error)
     else:
-        if isinstance(error, EngineError) and error.__cause__ is None:  # says all; if the engine has ended, every request that runs has one
+        # An engine error without a cause says all. If the engine has ended, every request that runs has one
+        if isinstance(error, EngineError) and error.__cause__ is None:
             logger.error("a request failed: %s", _one_line(str(error)), extra={"status": int(status)})
         else:
             logger.error("a request failed", exc_info=error, extra={"status": int(status)})

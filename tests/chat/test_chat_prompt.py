@@ -13,7 +13,9 @@ from jpaged.chat.turn import ChatFormats, chat_turn
 from jpaged.errors import RequestError
 from jpaged.loading import load_tokenizer
 from jpaged.parsers.definitions import ToolChoice, checked_tools
+from jpaged.parsers.tool_formats import detect_format
 from jpaged.text.encoder import TokenLimit
+from tests.serving.tool_definitions import TEMPLATES
 from tests.text.corpus import DEMO
 
 FOLDER = pathlib.Path(jpaged.__file__).parent / "demo_model"
@@ -305,6 +307,31 @@ def test_tags_that_are_special_tokens_stay_in_the_text(byte_tokenizer):
     assert f"<[{byte_tokenizer.convert_tokens_to_ids('[TOOL_CALLS]')}]> call" in turn.grammar["grammar"]
     free = chat_turn(byte_tokenizer, [USER], ChatFormats.named(tool_call_parser="mistral"), tools=TOOLS)
     assert not free.sampling_params(jpaged.SamplingParams()).skip_special_tokens
+
+
+def test_an_unknown_parser_gets_the_known_names_and_the_nearest():
+    for kind, names in (("tool_call", ("hermes", "kimi_k2", "qwen3_xml")), ("reasoning", ("qwen3", "kimi_k2"))):
+        with pytest.raises(RequestError, match=r"must be one of .*did you mean kimi_k2") as caught:
+            ChatFormats.named(**{f"{kind}_parser": "kimi_k22"})
+        assert all(name in str(caught.value) for name in names)
+    assert ChatFormats.named(tool_call_parser="qwen3_xml").tool_calls.name == "qwen3_coder"
+
+
+def test_gpt_oss_reads_the_reasoning_as_thinking(byte_tokenizer):
+    template = "{% for message in messages %}{% if message.thinking %}({{ message.thinking }}){% endif %}{% endfor %}"
+    messages = [USER, {"role": "assistant", "content": "a", "reasoning": "Hm"}, USER]
+    prompt = chat_prompt(byte_tokenizer, messages, template)["prompt_token_ids"]
+    assert byte_tokenizer.decode(prompt) == "(Hm)"
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"json"}))
+def test_the_format_is_found_from_the_template(name):
+    assert detect_format(TEMPLATES[name]).name == name
+
+
+def test_formats_that_no_parser_reads_are_not_taken_for_others():
+    for template in ("", "{{ tools }}", "<function=f>{}</function>", "]<]minimax[>[<tool_call>", "<tool_calls>"):
+        assert detect_format(template) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    if config["model_type"].startswith("deepseek"):
+    if config["model_type"].startswith(("deepseek", "mistral4", "glm4_moe_lite")):
         return _deepseek_shapes(config)
     families = {
         "gpt2": _gpt2_shapes, "opt": _opt_shapes, "gpt_neox": _gpt_neox_shapes, "falcon": _falcon_shapes,
@@ -31,9 +31,12 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     dim = c.get("head_dim") or hidden // heads
     q, kv = heads * dim, c["num_key_value_heads"] * dim
     kind = c["model_type"]
+    if kind == "llama4_text":
+        inter = c["intermediate_size_mlp"]
     shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}."
+        q = c.get("num_attention_heads_per_layer", [heads] * (i + 1))[i] * dim
         linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         if kind == "phi3":
             linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
@@ -42,20 +45,28 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if c["layer_types"][i] == "linear_attention":
                 shapes |= _delta_shapes(c, at)
                 linears = {}
+        no_o_bias = kind in ("qwen2", "seed_oss", "glm4", "glm4_moe")
         for name, shape in linears.items():
             shapes[f"{at}self_attn.{name}.weight"] = shape
             if kind == "qwen2_moe" and name != "o_proj" and c.get("qkv_bias", True):
                 shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
-            if c.get("attention_bias") or c.get("use_bias") or (kind == "qwen2" and name != "o_proj"):
+            has_bias = c.get("attention_bias") or c.get("use_bias") or kind == "qwen2"
+            if has_bias and not (no_o_bias and name == "o_proj"):
                 shapes[f"{at}self_attn.{name}.bias"] = shape[:1]
         if kind == "gpt_oss":
             shapes[f"{at}self_attn.sinks"] = (heads,)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text") or ("linear_num_key_heads" in c and linears):
+        if kind == "laguna":
+            shapes[f"{at}self_attn.g_proj.weight"] = (q // dim if c["gating"] is True else q, hidden)
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "hy_v3", "laguna") or (
+            (kind == "glm4_moe" and c.get("use_qk_norm")) or ("linear_num_key_heads" in c and linears)
+        ):
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
-        if kind in ("olmo2", "olmo3"):
+        if kind == "hunyuan_v1_dense":
+            shapes |= {f"{at}self_attn.{name}_layernorm.weight": (dim,) for name in ("query", "key")}
+        if kind in ("olmo2", "olmo3", "olmoe", "minimax_m2"):
             shapes |= {f"{at}self_attn.q_norm.weight": (q,), f"{at}self_attn.k_norm.weight": (kv,)}
         linears = {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
-        if kind == "phi3":
+        if kind in ("phi3", "glm4"):
             linears = {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
         if kind == "starcoder2":
             linears = {"c_fc": (inter, hidden), "c_proj": (hidden, inter)}
@@ -63,19 +74,26 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes |= sparse
             linears = {}
         for name, shape in linears.items():
-            shapes[f"{at}mlp.{name}.weight"] = shape
+            part = "feed_forward" if kind == "llama4_text" else "mlp"
+            shapes[f"{at}{part}.{name}.weight"] = shape
             if c.get("mlp_bias") or c.get("use_bias"):
                 shapes[f"{at}mlp.{name}.bias"] = shape[:1]
         norms = ["input_layernorm", "post_attention_layernorm"]
-        if kind in ("olmo2", "olmo3"):
+        if kind.startswith("cohere"):
+            norms = norms[:1]
+        if kind == "glm4":
+            norms += ["post_self_attn_layernorm", "post_mlp_layernorm"]
+        if kind in ("olmo2", "olmo3", "exaone4"):
             norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
         if kind in ("gemma2", "gemma3_text"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        parts = ("weight", "bias") if kind == "starcoder2" else ("weight",)
+        parts = ("weight", "bias") if kind in ("starcoder2", "phimoe") else ("weight",)
         shapes |= {f"{at}{name}.{part}": (hidden,) for name in norms for part in parts}
     shapes |= {f"model.norm.{part}": (hidden,) for part in parts}
     if not c.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (c["vocab_size"], hidden)
+    if c.get("lm_head_bias"):
+        shapes["lm_head.bias"] = (c["vocab_size"],)
     return shapes
 
 
@@ -200,12 +218,28 @@ def _layer_norms(hidden: int, *names: str) -> dict[str, tuple[int, ...]]:
 def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
     """Shapes of a layer's experts; None if the layer has none."""
     kind, hidden = c["model_type"], c["hidden_size"]
-    if kind == "mixtral":
+    if kind == "granitemoehybrid":
+        inter, shared, num = c["intermediate_size"], c["shared_intermediate_size"], c["num_local_experts"]
+        shapes = {f"{at}shared_mlp.input_linear.weight": (2 * shared, hidden)}
+        shapes[f"{at}shared_mlp.output_linear.weight"] = (hidden, shared)
+        if num:
+            moe = f"{at}block_sparse_moe."
+            shapes[f"{moe}router.layer.weight"] = (num, hidden)
+            shapes[f"{moe}input_linear.weight"] = (num, 2 * inter, hidden)
+            shapes[f"{moe}output_linear.weight"] = (num, hidden, inter)
+        return shapes
+    if kind == "llama4_text":
+        return _llama4_expert_shapes(c, layer, f"{at}feed_forward.")
+    if kind == "laguna":
+        return _laguna_expert_shapes(c, layer, f"{at}mlp.")
+    if kind in ("mixtral", "minimax_m2", "phimoe"):
         inter, moe = c["intermediate_size"], f"{at}block_sparse_moe."
         shapes = {f"{moe}gate.weight": (c["num_local_experts"], hidden)}
         for e in range(c["num_local_experts"]):
             shapes |= {f"{moe}experts.{e}.{name}.weight": (inter, hidden) for name in ("w1", "w3")}
             shapes[f"{moe}experts.{e}.w2.weight"] = (hidden, inter)
+        if kind == "minimax_m2":
+            shapes[f"{moe}e_score_correction_bias"] = (c["num_local_experts"],)
         return shapes
     if kind == "gpt_oss":
         num, inter, moe = c["num_local_experts"], c["intermediate_size"], f"{at}mlp."
@@ -218,32 +252,82 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
             else:
                 shapes[f"{moe}experts.{name}"] = (num, columns, rows)
         return shapes
+    if kind == "ernie4_5_moe":
+        return _ernie_expert_shapes(c, layer, f"{at}mlp.")
+    if kind == "hy_v3":
+        return _hunyuan_expert_shapes(c, layer, f"{at}mlp.")
     if kind == "qwen3_5_moe_text":
         num, inter = c["num_experts"], c["moe_intermediate_size"]
         shapes = {f"{at}mlp.gate.weight": (num, hidden), f"{at}mlp.shared_expert_gate.weight": (1, hidden)}
         shapes[f"{at}mlp.experts.gate_up_proj"] = (num, 2 * inter, hidden)
         shapes[f"{at}mlp.experts.down_proj"] = (num, hidden, inter)
         return shapes | _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
-    if kind not in ("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3"):
+    if kind not in ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_LIKE_DEEPSEEK):
         return None
-    if kind.startswith("deepseek"):
+    if kind in _LIKE_DEEPSEEK:
         num, dense = c["n_routed_experts"], layer < c["first_k_dense_replace"]
     else:
         num = c["num_experts"]
         dense = layer in c.get("mlp_only_layers", []) or (layer + 1) % c.get("decoder_sparse_step", 1) != 0
     if dense:
         return None
-    shapes, inter = {f"{at}mlp.gate.weight": (num, hidden)}, c["moe_intermediate_size"]
+    shapes, inter = {f"{at}mlp.gate.weight": (num, hidden)}, c.get("moe_intermediate_size", c["intermediate_size"])
+    if kind == "mistral4":
+        shapes[f"{at}mlp.experts.gate_up_proj"] = (num, 2 * inter, hidden)
+        shapes[f"{at}mlp.experts.down_proj"] = (num, hidden, inter)
+        num = 0
     for e in range(num):
         shapes |= _gated_feed_forward(f"{at}mlp.experts.{e}", hidden, inter)
     if kind in ("qwen2_moe", "qwen3_next"):
         shapes |= _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
         shapes[f"{at}mlp.shared_expert_gate.weight"] = (1, hidden)
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):
         shapes[f"{at}mlp.gate.e_score_correction_bias"] = (num,)
-    if kind.startswith("deepseek"):
+    if kind in _LIKE_DEEPSEEK:
         shapes |= _gated_feed_forward(f"{at}mlp.shared_experts", hidden, inter * c["n_shared_experts"])
     return shapes
+
+
+_LIKE_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
+
+
+def _ernie_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
+    if not c["moe_layer_start_index"] <= layer <= c["moe_layer_end_index"]:
+        return None
+    num, hidden, inter = c["moe_num_experts"], c["hidden_size"], c["moe_intermediate_size"]
+    shapes = {f"{at}gate.weight": (num, hidden), f"{at}moe_statics.e_score_correction_bias": (1, num)}
+    for e in range(num):
+        shapes |= _gated_feed_forward(f"{at}experts.{e}", hidden, inter)
+    return shapes | _gated_feed_forward(f"{at}shared_experts", hidden, inter * c["moe_num_shared_experts"])
+
+
+def _llama4_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
+    if (layer + 1) % c["interleave_moe_layer_step"]:
+        return None
+    num, hidden, inter = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
+    shapes = {f"{at}router.weight": (num, hidden), f"{at}experts.gate_up_proj": (num, hidden, 2 * inter)}
+    shapes[f"{at}experts.down_proj"] = (num, inter, hidden)
+    return shapes | _gated_feed_forward(f"{at}shared_expert", hidden, inter)
+
+
+def _laguna_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
+    if c["mlp_layer_types"][layer] == "dense":
+        return None
+    num, hidden, inter = c["num_experts"], c["hidden_size"], c["moe_intermediate_size"]
+    shapes = {f"{at}gate.weight": (num, hidden), f"{at}experts.e_score_correction_bias": (num,)}
+    for e in range(num):
+        shapes |= _gated_feed_forward(f"{at}experts.{e}", hidden, inter)
+    return shapes | _gated_feed_forward(f"{at}shared_expert", hidden, c["shared_expert_intermediate_size"])
+
+
+def _hunyuan_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
+    if c["mlp_layer_types"][layer] == "dense":
+        return None
+    num, hidden, inter = c["num_experts"], c["hidden_size"], c["moe_intermediate_size"]
+    shapes = {f"{at}router.gate.weight": (num, hidden), f"{at}expert_bias": (num,)}
+    for e in range(num):
+        shapes |= _gated_feed_forward(f"{at}experts.{e}", hidden, inter)
+    return shapes | _gated_feed_forward(f"{at}shared_mlp", hidden, inter * c["num_shared_experts"])
 
 
 def _gated_feed_forward(at: str, hidden: int, inter: int) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,8 @@ from tests.support.deviceless import H200
 # of a multiprocessor of compute capability 9.0, as in runtime/targets.py
 REGISTERS, SHARED_BYTES = 65_536, 233_472
 RESERVED_BYTES = 1_024  # shared memory that the driver takes for each block
+HGMMA_RATE = 2048  # multiply-adds of 16-bit numbers per cycle and multiprocessor: 64x256x16 takes 128 cycles
+MUFU_CYCLES = 8    # a scheduler issues a warp's special function in as many: it has 4 units for 32 threads
 DUMP_PTX = {"xla_dump_emitter_re": "ptx"}  # an option of XLA, for `xla_dump_to`
 
 
@@ -32,6 +34,34 @@ class Kernel:
         """Blocks that a multiprocessor holds at once."""
         by_registers = REGISTERS // (self.registers * self.threads)
         return min(by_registers, SHARED_BYTES // (self.shared_bytes + RESERVED_BYTES))
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulLoop:
+    """One iteration of a loop with Hopper's matmuls (HGMMA), as a warp issues it."""
+
+    instructions: int
+    matmul_cycles: int  # of the tensor cores
+    exponentials: int   # and other special functions (MUFU)
+    overlapped: int     # instructions between the first wait for a matmul and the wait for the last matmul
+    passes_turn: bool   # an arrival at a barrier follows the last matmul, before any wait for a matmul
+    spills: int         # loads and stores of spilled registers
+
+    @classmethod
+    def of(cls, loop: list[str]) -> "MatmulLoop":
+        """Read a loop's instructions. HGMMA is asynchronous; WARPGROUP.DEPBAR waits for all but the last n groups."""
+        names = [re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in loop]
+        matmuls = [index for index, name in enumerate(names) if name.startswith("HGMMA")]
+        waits = [index for index, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
+        shapes = [map(int, re.findall(r"\d+", names[index].split(".")[1])) for index in matmuls]
+        return cls(
+            instructions=len(loop),
+            matmul_cycles=sum(m * n * k for m, n, k in shapes) // HGMMA_RATE,
+            exponentials=sum(name.startswith("MUFU") for name in names),
+            overlapped=waits[-1] - waits[0] - 1,
+            passes_turn=any(name.startswith("SYNCS.ARRIVE") for name in names[matmuls[-1] : waits[0]]),
+            spills=sum(name.startswith(("LDL", "STL")) for name in names),
+        )
 
 
 def compile_for(target, call, arguments, **options):

@@ -131,3 +131,20 @@ def test_sizes_that_are_not_whole_vectors_are_left_to_xla(plain_errors):
         gated_delta(*case.values(), max_query_len=32, implementation="cpu")
     text = jax.jit(oracle.call_of(shape, None, 32)).lower(*case.values()).as_text()
     assert "cpu_kernel" not in text
+
+
+# --- kernels for accelerators, in interpret mode ---------------------------------------------------------------------
+
+SCANS = {
+    "gated_delta": oracle.Shape(k_dim=32, tokens=160),
+    "mamba2": oracle.Shape("mamba2", heads=3, k_heads=1, k_dim=16, v_dim=32, tokens=160),
+}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+@pytest.mark.parametrize("operation", ["gated_delta", pytest.param("mamba2", marks=slow)])
+def test_decodes_and_chunks_of_kernels_for_accelerators(operation, implementation):
+    """Rows of one token, of a few, and of more than a chunk, which begin and end inside a chunk."""
+    shape = SCANS[operation]
+    for seed, rows in enumerate((((1, 9), (100, 40), (0, 0), (40, 128), (1, 0), (5, 63)), ((160, 0),))):
+        oracle.check(shape, oracle.make_case(shape, rows, seed=seed), implementation, factor=4)

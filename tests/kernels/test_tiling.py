@@ -44,22 +44,28 @@ def test_measured_shapes_use_their_tiling_and_others_the_rule(monkeypatch, tmp_p
     assert Tiling.choose(*call()) == Tiling.by_rule(128, 4)
 
 
-def test_measurements_choose_the_prefill(monkeypatch, tmp_path):
-    """Mosaic GPU's on the measured card, for shapes that it takes; without measurements Triton's."""
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's prefill needs JAX 0.11")
+def test_choice_of_the_prefill(monkeypatch, tmp_path):
+    """Mosaic GPU's on Hopper, for calls that it takes, unless a measurement on the card found Triton's faster."""
     file = tmp_path / "tuning.json"
-    fields = dataclasses.asdict(Tiling.by_rule(128, 2)) | {"prefill_kernel": "mosaic_gpu"}
-    keys = [f"q bfloat16, pages {pages}, head_dim 128, q_per_kv 4, block 16" for pages in ("bfloat16", "int8")]
-    file.write_text(json.dumps({"NVIDIA H200": {key: {"tiling": fields} for key in keys}}))
+    kinds = {kind: dataclasses.asdict(Tiling.by_rule(128, 2)) | {"prefill_kernel": kernel}
+             for kind, kernel in (("NVIDIA H200", "mosaic_gpu"), ("NVIDIA H20", "triton"))}  # fmt: skip
+    key = "q bfloat16, pages bfloat16, head_dim 128, q_per_kv 4, block 16"
+    file.write_text(json.dumps({kind: {key: {"tiling": fields}} for kind, fields in kinds.items()}))
     monkeypatch.setattr(tiling, "FILE", file)
     tables = jax.ShapeDtypeStruct((1, 8), np.dtype("int32"))
-    q = jax.ShapeDtypeStruct((64, 8, 128), jnp.dtype("bfloat16"))
 
-    def names(kind, pages="bfloat16"):
-        card = types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability="9.0")
-        return usable_implementations(card, q, KVPages.shapes(1, 16, 2, 128, pages), tables, 64)
+    def names(kind, *, pages="bfloat16", head_dim=128, most=64, capability="9.0"):
+        card = types.SimpleNamespace(device_kind=kind, platform="gpu", compute_capability=capability)
+        q = jax.ShapeDtypeStruct((64, 8, head_dim), jnp.dtype("bfloat16"))
+        return usable_implementations(card, q, KVPages.shapes(1, 16, 2, head_dim, pages), tables, most)
 
-    assert names("NVIDIA H200") == ("mosaic_prefill", "triton", "triton_small", "xla")
-    assert names("NVIDIA H200", "int8") == names("NVIDIA H100") == ("triton", "triton_small", "xla")
+    triton = ("triton", "triton_small", "xla")
+    mosaic = ("mosaic_prefill", *triton)
+    assert names("NVIDIA H200") == names("NVIDIA H100") == mosaic
+    assert [names("NVIDIA H100", head_dim=n) for n in (64, 256, 80)] == [mosaic, mosaic, triton]
+    assert names("NVIDIA H20") == names("NVIDIA H100", pages="int8") == names("NVIDIA H100", most=1) == triton
+    assert names("NVIDIA A100-SXM4-80GB", capability="8.0") == names("NVIDIA B200", capability="10.0") == triton
 
 
 @pytest.mark.parametrize(("keys", "sizes"), [(16, []), (16384, []), (16385, [1024]), (131072, [1024, 2048, 4096])])

@@ -22,7 +22,7 @@ from jpaged.loading import dtypes, load_model
 from jpaged.loading.checkpoint import Checkpoint
 from jpaged.models.families import family_of
 from jpaged.models.spec import param_shapes
-from tests.golden.checkpoints import BY_NAME, VARIANTS, tensor_shapes, write_checkpoint, write_safetensors
+from tests.golden.checkpoints import BY_NAME, NEWER, VARIANTS, tensor_shapes, write_checkpoint, write_safetensors
 from tests.support.checkpoint_files import assert_same, change_config, tensors_of, write_shards
 
 
@@ -36,7 +36,13 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.is_packed], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (v.config["model_type"] in NEWER and v.name != "glm4"))
+        for v in VARIANTS if not v.is_packed
+    ],
+)  # fmt: skip
 def test_every_tensor_is_loaded_to_its_place_in_the_table(variant, tmp_path: Path) -> None:
     """The tree has the shapes of param_shapes. Gathering each leaf by the name table gives the file's tensors."""
     write_checkpoint(variant, 7, tmp_path)

@@ -26,10 +26,14 @@ from tests.support.checkpoint_files import assert_same, tensors_of
 CASES = {
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
     "mistral": ("Mistral3ForConditionalGeneration", "mistral"),
+    "llama4": ("Llama4ForConditionalGeneration", "llama4_text"),
+    "ministral3": ("Mistral3ForConditionalGeneration", "ministral3"),
+    "mistral4": ("Mistral3ForConditionalGeneration", "mistral4"),
     "deepseek-v3": ("KimiK25ForConditionalGeneration", "kimi_k2"),
     "qwen3.5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 }
+NEWER = ("llama4", "ministral3", "mistral4", "qwen3.5", "qwen3.5-moe")
 # The published text_config of google/gemma-3-4b-it, and that of mistralai/Mistral-Small-3.1-24B-Instruct-2503.
 GEMMA = {
     "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
@@ -85,9 +89,7 @@ def loaded(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("newer", [False, True])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("qwen")) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in NEWER)) for name in CASES])
 def test_the_text_model_is_loaded(name: str, newer: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The spec and all arrays are those of the text model's own checkpoint, which Transformers' answers are for."""
     text, whole = wrap(name, tmp_path, newer)
@@ -149,14 +151,14 @@ def test_defaults_are_those_of_transformers() -> None:
     [
         ({"text_config": None}, "text_config=None must be the config of Mistral3ForConditionalGeneration's text model"),
         (
-            {"text_config": {"model_type": "ministral3"}},
-            "text_config.model_type='ministral3' inside Mistral3ForConditionalGeneration is not supported by jpaged "
-            r"\(only mistral\)",
+            {"text_config": {"model_type": "qwen3"}},
+            "text_config.model_type='qwen3' inside Mistral3ForConditionalGeneration is not supported by jpaged "
+            r"\(only mistral or ministral3 or mistral4\)",
         ),
     ],
 )
 def test_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_of({"architectures": ["Mistral3ForConditionalGeneration"]} | values)
-    with pytest.raises(ModelLoadError, match="and the text models inside Gemma3ForConditionalGeneration, Mistral3"):
+    with pytest.raises(ModelLoadError, match="and the text models inside Gemma3ForConditionalGeneration, Llama4"):
         spec_of({"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}})

@@ -15,9 +15,10 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
-from jpaged.models.spec import Activation, Norm, NormPosition, Rope, Scoring
+from jpaged.models.spec import Activation, Norm, NormPosition, QKNorm, Rope, Scoring
 from tests.golden.checkpoints import (
     BY_NAME,
+    NEWER,
     NUM_TOKENS,
     PROMPT_LENGTHS,
     VARIANTS,
@@ -30,8 +31,13 @@ from tests.support.dense_model import answer_log_probabilities, padded_log_proba
 TOLERANCE = 1e-4  # on natural logarithms
 
 
-# One variant per family by default, and DeepSeek-V3 in the format of its release. All of them in .ci/run.
-FIRST = [v for v in first_of_each_family() if not v.name.startswith("qwen3.5")] + [BY_NAME["deepseek-v3-fp8"]]
+# By default one variant of each older family, DeepSeek-V3 in the format of its release, and of the newer families those
+# with a mechanism of their own: rope in pairs, queries that grow, norms after rope, unlike numbers of heads with gates,
+# and chunked attention. All of them in .ci/run.
+FIRST = [
+    *(v for v in first_of_each_family() if v.config["model_type"] not in NEWER),
+    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "glm4", "ministral3", "hunyuan", "laguna", "llama4")),
+]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +110,36 @@ CHANGES = {
         {"rope": Rope()},
     ],
     "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
+    "ministral3": [{"query_scaling": None}, {"rope": Rope()}],
+    "ministral3-window": [{"query_scaling": None}, {"sliding_window": ()}],
+    "mistral4": [{"query_scaling": None}, ("renormalise", False), ("scale", 1.0), ("scoring", Scoring.SIGMOID)],
+    "mistral4-groups": [("expert_groups_per_token", 0), ("expert_group_top", 1), ("renormalise", True)],
+    "granite4": [{"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
+    "granite4-moe": [{"rope_layers": ()}, ("renormalise", False), ("shared_size", 0)],
+    "glm4": [{"rope": Rope()}, {"norm_position": NormPosition.PRE}],
+    "glm4-moe": [{"qk_norm": None}, ("correction", False), ("scale", 1.0), {"rope": Rope()}],
+    "glm4-moe-plain": [("renormalise", True), ("expert_groups_per_token", 0), {"rope": Rope(partial=0.5)}],
+    "glm4-moe-lite": [("correction", False), ("scale", 1.0), {"rope": Rope(theta=500.0)}],
+    "seed-oss": [{"rope": Rope()}],
+    "ernie": [{"rope": Rope()}],
+    "ernie-moe": [("correction", False), ("renormalise", False), ("shared_size", 0)],
+    "exaone4": [{"rope_layers": ()}, {"sliding_window": ()}, {"qk_norm": None}],
+    "cohere": [{"logit_divisor": 1.0}, {"rope": Rope()}],
+    "cohere2": [{"rope_layers": ()}, {"sliding_window": ()}, {"logit_divisor": 1.0}],
+    "olmoe": [{"qk_norm": None}, ("renormalise", True)],
+    "hunyuan": [{"qk_norm": QKNorm.HEAD}, {"rope": Rope()}],
+    "hunyuan3": [("correction", False), ("scale", 1.0), {"qk_norm": None}],
+    "minimax-m2": [("correction", False), ("renormalise", False), {"qk_norm": None}, {"rope": Rope()}],
+    "phimoe": [("scoring", Scoring.SOFTMAX), ("jitter", 0.01), {"lm_head_bias": False}, {"rope": Rope()}],
+    "laguna": [
+        ("scale", 1.0), ("correction", False), {"window_rope": None}, {"sliding_window": ()}, {"output_gates": 0},
+    ],
+    "laguna-elements": [("softcap", None), {"output_gates": 0}],
+    "llama4": [
+        {"attention_chunks": ()}, {"rope_layers": ()}, {"query_scaling": None}, {"qk_norm": None},
+        ("weigh_inputs", False), {"rope": Rope(theta=500000.0)},
+    ],
+    "llama4-plain": [{"attention_chunks": ()}, {"rope_layers": ()}, ("weigh_inputs", False)],
     "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
     "opt-350m": [{"norm_position": NormPosition.PRE}],
     "gpt2": [{"attention_scale": 1.0}],
@@ -140,7 +176,8 @@ def test_live_against_transformers(variant: Variant, tmp_path: Path) -> None:
     import transformers
 
     write_checkpoint(variant, 12345, tmp_path)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32).eval()
+    kind = getattr(transformers, variant.config["architectures"][0])
+    reference = kind.from_pretrained(str(tmp_path), dtype=torch.float32).eval()
     model = load_model(EngineConfig(model=str(tmp_path), dtype="float32"))
     ids = np.random.default_rng(0).integers(3, variant.config["vocab_size"], 150)
     with torch.no_grad():

@@ -94,6 +94,19 @@ def test_family_by_architecture_then_by_model_type() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "nearest"),
+    [
+        ({"architectures": ["Glm5MoeForCausalLM"]}, "; the nearest is Glm4MoeForCausalLM; docs/adding_a_model.md says"),
+        ({"model_type": "qwen4_moe"}, "; the nearest is qwen3_moe; docs/adding_a_model.md says"),
+        ({"architectures": ["Zyx"]}, "Llama4ForConditionalGeneration.*; docs/adding_a_model.md says how to add"),
+    ],
+)
+def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], nearest: str) -> None:
+    with pytest.raises(ModelLoadError, match=nearest):
+        family_of(values)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("llama", {"hidden_size": ...}, "hidden_size is missing"),
@@ -185,6 +198,25 @@ def test_family_by_architecture_then_by_model_type() -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("opt-125m", {"activation_function": "gelu_10"}, "activation_function='gelu_10'"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta is missing"),
+        ("mistral4", {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}}, "yarn"),
+        ("granite4", {"layer_types": ["mamba", "attention"]}, r"layer_types=\['attention', 'mamba'\] is not supported"),
+        ("granite4", {"layer_types": ...}, r"layer_types=null \(Mamba in every layer\) is not supported"),
+        ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is not supported"),
+        ("glm4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported for glm4"),
+        ("glm4-moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense", "mamba"]}, "mlp_layer_types=.* each dense or sparse"),
+        ("ernie-moe", {"use_bias": True}, "use_bias=True is not supported"),
+        ("exaone4", {"layer_types": ..., "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG' must be"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("hunyuan", {"use_cla": True}, "use_cla=True is not supported"),
+        ("minimax-m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported"),
+        ("phimoe-plain", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported for phimoe"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 6, 5]}, "must be a list of 3 multiples of num_key_value_h"),
+        ("laguna", {"gating": "none"}, "gating='none' is not supported"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
+        ("llama4", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of a Llama 4 must be llama3"),
         ("qwen3-next", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
@@ -198,6 +230,26 @@ def test_family_by_architecture_then_by_model_type() -> None:
 def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_of(config(name, **changes))
+
+
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    """The values of its published config.json that the code of DeepSeek-V3 reads."""
+    kimi = {
+        "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072,
+        "model_type": "kimi_k2", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_group": 1, "topk_method": "noaux_tc",
+        "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "v_head_dim": 128, "vocab_size": 163840,
+    }  # fmt: skip
+    spec = spec_of(kimi)
+    assert (family_of(kimi).model_type, spec.max_position, spec.num_heads) == ("deepseek_v3", 131_072, 64)
+    assert spec.experts is not None
+    assert (spec.experts.num, spec.experts.scale, sum(spec.experts.layers)) == (384, 2.827, 60)
 
 
 def test_harmless_options_are_accepted() -> None:

@@ -12,6 +12,7 @@ from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.parsers.answer import ParsedAnswer
 from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.tool_formats import FORMATS
+from tests.support import dialects
 from tests.support.tool_calls import RECORDED, TOOLS, reader
 
 QWEN3 = REASONING_PARSERS["qwen3"]
@@ -25,6 +26,8 @@ def parts_of(answer: ParsedAnswer) -> tuple:
 @pytest.mark.parametrize("before", ["", "<think>\nHm: <tool_call>? [x]\n</think>\n\n"])
 def test_recorded_answers_cut_at_every_position(format_name, text, content, calls, before):
     with_reasoning = reader(format_name, reasoning=QWEN3)
+    if format_name == "openai" and before:  # its messages have headers
+        before = "<|channel|>analysis<|message|>Hm: <tool_call>? [x]<|end|>"
     reasoning = "Hm: <tool_call>? [x]" if before else None
     content = text.lstrip() if before and content is ... else text if content is ... else content
     whole = with_reasoning.parse(before + text)
@@ -74,6 +77,39 @@ def test_call_ids_have_the_format_of_the_model():
 # -- reasoning --------------------------------------------------------------------------------------------------------
 
 
+HARMONY = [
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.", "Hm.", "Hello."),
+    ("<|channel|>analysis<|message|>a<|end|><|channel|>analysis<|message|>b<|end|>", "a\nb", None),
+    ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "1 + 1", None),
+    ("<|channel|>analysis<|message|>cut o", "cut o", None),
+    ("<|channel|>analysis<|message|>a<|start|>assistant<|message|>b", "a", "b"),
+    ("<|channel|>analysis<|mess", None, "<|channel|>analysis<|mess"),
+    ("<|channel|>final<|message|>a<|end|>commentary<|channel|>final<|message|>b", None, "a\nb"),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content"), HARMONY)
+def test_the_channels_of_harmony(text, reasoning, content):
+    """They are separated without a reasoning parser, and without tools."""
+    made = reader("openai", tool_names=frozenset())
+    for cut in range(len(text) + 1):
+        assert parts_of(made.parse_pieces([text[:cut], text[cut:]])) == (reasoning, content, [])
+
+
+def test_ids_of_kimi_are_ids_of_the_calls():
+    calls = reader("kimi_k2").parse(dialects.TWO["kimi_k2"]).tool_calls
+    assert [call.id for call in calls] == ["functions.get_weather:0", "functions.now:1"]
+    twice = reader("kimi_k2").parse(dialects.TWO["kimi_k2"] + dialects.TWO["kimi_k2"]).tool_calls
+    assert [call.id for call in twice[2:]] == ["id", "id"]
+
+
+def test_strings_without_quotes_stream():
+    parser = reader("qwen3_coder").new()
+    pieces = ["<tool_call>\n<function=search>\n<parameter=q>\na\"", "b\n", "c\n</param", "eter>\n</function>"]
+    given = ["".join(one.arguments for one in parser.feed(piece).tool_calls) for piece in pieces]
+    assert given == ['{"q": "a\\"', "b", "\\nc", '"}']
+
+
 @pytest.mark.parametrize(
     ("tags", "prompt", "text", "reasoning", "content"),
     [
@@ -87,6 +123,19 @@ def test_call_ids_have_the_format_of_the_model():
         (QWEN3, "", "<thin", None, "<thin"),
         (REASONING_PARSERS["deepseek_r1"], "<user>", "Hm.</think>Hello.", "Hm.", "Hello."),
         (REASONING_PARSERS["deepseek_r1"], "<think></think>", "Hello.", None, "Hello."),
+        (REASONING_PARSERS["nemotron_v3"], "<think></think>", "Hello.", None, "Hello."),
+        (REASONING_PARSERS["minimax_m2"], "<think>\n", "Hm.\n</think>\n\nHello.", "Hm.", "Hello."),
+        (REASONING_PARSERS["glm45"], "<|assistant|>", "\n<think>Hm.</think>\nHello.", "Hm.", "Hello."),
+        (REASONING_PARSERS["glm45"], "\n<think></think>", "Hello.", None, "Hello."),
+        (REASONING_PARSERS["kimi_k2"], "<|im_middle|>", "<think>Hm.</think>Hello.", "Hm.", "Hello."),
+        (REASONING_PARSERS["kimi_k2"], "", "Hm. <|tool_calls_section_begin|>x", "Hm.", "<|tool_calls_section_begin|>x"),
+        (REASONING_PARSERS["gemma4"], "", "<|channel>thought\nHm.\n<channel|>Hello.", "Hm.", "Hello."),
+        (REASONING_PARSERS["gemma4"], "<|channel>thought\n<channel|>", "Hello.", None, "Hello."),
+        (REASONING_PARSERS["gemma4"], "<|channel>thought\n", "Hm.<channel|>Hello.", "Hm.", "Hello."),
+        (REASONING_PARSERS["granite"], "", "Here is my thought process: a Here\nHere's my response: b", "a Here", "b"),
+        (REASONING_PARSERS["granite"], "", "Here's my thought process:a", "a", None),
+        (REASONING_PARSERS["granite"], "", "Here is my th", None, "Here is my th"),
+        (REASONING_PARSERS["seed_oss"], "<seed:think>", "Hm.</seed:think>Hello.", "Hm.", "Hello."),
         (ReasoningTags("[THINK]", "[/THINK]"), "", "[THINK]a[/THI[/THINK] b", "a[/THI", "b"),
     ],
 )
@@ -170,11 +219,25 @@ HOSTILE = {
     "numbers": "1,", "digits": "1", "quotes": '"', "backslashes": "\\", "escapes": "\\n", "controls": "\n\x01",
     "blanks": " ", "python": "f(a=", "whole calls": '<tool_call>{"name":"now"}</tool_call>', "tuples": "now(),",
     "named calls": "[TOOL_CALLS]now[ARGS]{}", "open calls": '<tool_call>{"name": "now", "arguments": {"a": [',
-    "fences": "```json", "apostrophes": "'",
+    "fences": "```json", "apostrophes": "'", "xml calls": "<tool_call><function=now></function></tool_call>",
+    "xml arguments": "<parameter=q>a</parameter>", "messages": "<|start|>assistant<|channel|>final<|message|>a<|end|>",
+    "headers": "<|channel|>", "half end": "</paramete",
 }  # fmt: skip
 OPENINGS = {
     "hermes": '<tool_call>{"name": "now", "arguments": {"a": [', "llama3_json": '{"name": "now", "parameters": {"a": [',
     "mistral": '[TOOL_CALLS]now[ARGS]{"a": [', "pythonic": "[now(a=[", "json": '[{"name": "now", "arguments": {"a": [',
+    "qwen3_coder": "<tool_call><function=now><parameter=tags>[",
+    "glm45": "<tool_call>now\n<arg_key>q</arg_key><arg_value>",
+    "glm47": "<tool_call>now<arg_key>tags</arg_key><arg_value>[",
+    "granite": '<|tool_call|>[{"name": "now", "arguments": {',
+    "minimax_m2": '<minimax:tool_call><invoke name="now"><parameter name="n">', "gemma4": "<|tool_call>call:now{a:[",
+    "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="now"><｜DSML｜parameter name="a" string="false">[',
+    "deepseek_v4": '<｜DSML｜tool_calls><｜DSML｜invoke name="now"><｜DSML｜parameter name="a" string="true">',
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{", "llama4_pythonic": "[now(a=[",
+    "deepseek_v31": '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": [',
+    "seed_oss": "<seed:tool_call><function=now><parameter=q>",
+    "kimi_k2": '<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{"a": [',
+    "openai": '<|channel|>commentary to=functions.now json<|message|>{"a": [',
 }  # fmt: skip
 
 
@@ -203,18 +266,25 @@ FORCED = {
     "json": '[{"name": "find", "arguments": {"text": "a b", "limit": 3}}, {"name": "now", "arguments": {}}]',
 }
 
+FORCED_CASES = {name: (text, [("find", '{"text": "a b", "limit": 3}'), ("now", "{}")]) for name, text in FORCED.items()}
+FORCED_CASES |= {
+    name: (text, dialects.EXPECTED_TWO)
+    for name, text in dialects.TWO.items()
+    if name not in ("mistral", "llama4_pythonic")
+}
 
-@pytest.mark.parametrize("name", FORCED)
+
+@pytest.mark.parametrize("name", FORCED_CASES)
 def test_a_forced_call_that_is_cut_leaves_no_content(name: str):
     """Cut at every character: the content stays empty, and the arguments are a beginning of the whole ones."""
-    text = FORCED[name]
-    names = frozenset({"find", "now"})
-    reader = AnswerReader(tool_format=FORMATS[name.split()[0]], tool_names=names, forced=True, new_id=str)
+    text, calls = FORCED_CASES[name]
+    names = [called for called, _ in calls]
+    made = reader(name.split()[0], tool_names=frozenset(names), forced=True)
     for end in range(len(text) + 1):
         for pieces in ([text[:end]], list(text[:end])):
-            answer = reader.parse_pieces(pieces)
+            answer = made.parse_pieces(pieces)
             assert (answer.content, answer.reasoning) == (None, None), text[:end]
-            assert [call.name for call in answer.tool_calls] == ["find", "now"][: len(answer.tool_calls)]
-            for call, whole in zip(answer.tool_calls, ('{"text": "a b", "limit": 3}', "{}"), strict=False):
+            assert [call.name for call in answer.tool_calls] == names[: len(answer.tool_calls)]
+            for call, (_, whole) in zip(answer.tool_calls, calls, strict=False):
                 assert whole.startswith(call.arguments)
-    assert [call.arguments for call in reader.parse(text).tool_calls] == ['{"text": "a b", "limit": 3}', "{}"]
+    assert [call.arguments for call in made.parse(text).tool_calls] == [arguments for _, arguments in calls]

@@ -73,7 +73,8 @@ def test_adapters_add_eight_kernels_a_layer(is_decode, tmp_path):
     names = [command.name for command in layer]
     print(names)
     assert len([name for name in names if name.startswith("lora_")]) == 8
-    assert {command.kind for command in layer} == {"kCustomKernel", *(() if is_decode else ("kConditional",))}
+    of_prompts = () if is_decode else ("kConditional", "kCustomCall")
+    assert {command.kind for command in layer} == {"kCustomKernel", *of_prompts}
     if is_decode:
         assert len(layer) <= 12 + 8
 
@@ -86,5 +87,6 @@ def test_a_mixed_step_without_decodes_launches_no_decode_kernel(tmp_path):
     branch = [command.name for command in commands if command.depth > 4]
     assert branch == ["paged_decode", "paged_decode_merge"] * SPEC.num_layers
     layer = layer_of(commands)
-    assert "paged_prefill" in [command.name for command in layer]
-    assert {command.kind for command in layer} == {"kCustomKernel", "kConditional"}
+    # the prefill through Mosaic GPU is a custom call, which the graph captures too
+    assert [command.kind for command in layer].count("kCustomCall") == 1
+    assert {command.kind for command in layer} == {"kCustomKernel", "kConditional", "kCustomCall"}

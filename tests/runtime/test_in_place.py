@@ -51,6 +51,7 @@ DEVICELESS = marks(H200)
 # target of the compiler -> implementation of attention
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
 MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": marks(V5E)}
+HOPPER = "h200 hopper"  # the default on Hopper
 # On CPU the default run compiles one of the two programs, and the gate both.
 ONE_ON_CPU = [
     pytest.param(name, shape, id=f"{name}-{shape}", marks=[*MARKS[name], *[pytest.mark.slow] * (name == "cpu" and i)])
@@ -92,7 +93,8 @@ def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), e
     with mesh:
         return compile_forward(
             params, state, shape, spec=spec, kv_groups=kv_groups, layout=WeightLayout(),
-            implementation=IMPLEMENTATIONS[target], placement=placement, gated_dot=gated_dot,
+            implementation="mosaic_prefill" if target == HOPPER else IMPLEMENTATIONS[target], placement=placement,
+            gated_dot=gated_dot,
         )  # fmt: skip
 
 
@@ -178,6 +180,18 @@ def test_number_of_custom_calls_of_a_layer(target, shape, kernels):
     names = re.findall(r'name = "(\w+)", num_stages', text)
     assert len(names) == kernels * SPEC.num_layers, collections.Counter(names)
     assert set(names) <= {"write_qkv", "paged_prefill", "paged_decode", "paged_decode_merge"}
+
+
+@pytest.mark.parametrize("target", [pytest.param(HOPPER, marks=DEVICELESS)])
+def test_the_prefill_for_hopper_copies_no_pages(target):
+    """One kernel of Mosaic GPU a layer, besides Triton's write and decode. Its pages are read in place."""
+    program = compiled(target, PREFILL)
+    text = program.as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == SPEC.num_layers
+    names = re.findall(r'name = "(\w+)", num_stages', text)
+    assert set(names) <= {"write_qkv", "paged_decode", "paged_decode_merge"}
+    assert large_moves(text, limit(target)) == []
+    assert program.memory_analysis().temp_size_in_bytes < limit(target)
 
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=str)

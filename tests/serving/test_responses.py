@@ -441,3 +441,25 @@ def test_a_large_body_is_checked_in_the_child(url, engine):
     create(url, input=[{"role": "user", "content": "y" * 300_000}])
     refused(url, "input[0].type", input=[{"type": "web_search_call", "id": "y" * 300_000}])
     refused(url, "temperature", input="y" * 300_000, temperature="hot")
+
+
+@pytest.mark.parametrize("formats", [ChatFormats()])
+def test_an_answer_in_harmony(url, engine):
+    """Analysis is a reasoning item, commentary a message, and a call is a call. Streamed items are the same."""
+    engine.tokenizer.chat_template = TEMPLATES["openai"]
+    engine.says = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I shall look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"q": "a"}'
+    )
+    made = create(url, tools=TOOLS)
+    last = stream(url, tools=TOOLS)[-1].response
+    for response in (made, last):
+        reasoning, message, call = response.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
+        assert (message.type, message.content[0].text) == ("message", "I shall look.")
+        assert (call.type, call.name, call.arguments) == ("function_call", "find", '{"q": "a"}')
+    engine.says = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>final"
+    for response in (create(url, top_logprobs=1), stream(url, top_logprobs=1)[-1].response):
+        assert "".join(token.token for token in response.output[-1].content[0].logprobs) == "final"
+    for hosted in ("web_search", "code_interpreter"):
+        assert hosted in refused(url, "tools[0].type", tools=[{"type": hosted}])

@@ -16,6 +16,7 @@ from jpaged.serving.openai_api.chat_tools import ChatTools
 from jpaged.serving.server_state import Server
 from tests.serving.http_client import events, strict
 from tests.serving.tool_definitions import OFFERED, PARAMETERS, TEMPLATES
+from tests.support import dialects
 from tests.support.tool_calls import RECORDED, reader
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
@@ -70,7 +71,50 @@ def streamed(url: str, **body):
     return reasoning or None, content or None, made, chunks[-1].finish_reason
 
 
-@pytest.mark.parametrize("format_name", sorted(FORMATS))
+QUICK = ("kimi_k2", "openai", "qwen3_coder")
+
+
+@pytest.mark.parametrize(
+    "format_name",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(dialects.TWO.keys() - set(QUICK)))],
+)
+def test_two_calls_of_each_dialect_with_the_official_client(url, client, engine, format_name):
+    """A byte at a time. The second tool has no arguments. The format is found from the template."""
+    engine.tokenizer.chat_template = TEMPLATES[format_name]
+    engine.says = dialects.TWO[format_name]
+    whole = client.chat.completions.create(**CHAT, tools=OFFERED).choices[0]
+    with client.chat.completions.stream(**CHAT, tools=OFFERED) as stream:
+        final = stream.get_final_completion().choices[0]
+    for choice in (whole, final):
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        assert calls == dialects.EXPECTED_TWO
+        assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{}"
+
+
+@pytest.mark.parametrize("formats", [ChatFormats(), ChatFormats.named(reasoning_parser="openai_gptoss")])
+def test_an_answer_in_harmony_is_read_without_flags(url, engine):
+    """Its headers never reach a client, with tools or without. Reasoning may come before structured output."""
+    engine.tokenizer.chat_template = TEMPLATES["openai"]
+    engine.says = HARMONY.format("Hello.")
+    for body in ({}, {"tools": OFFERED}, {"tools": OFFERED, "tool_choice": "none"}):
+        assert whole(url, **body) == streamed(url, **body) == ("Hm.", "Hello.", [], "stop")
+    engine.says = HARMONY.format('{"a": 1}')
+    assert whole(url, response_format={"type": "json_object"})[:2] == ("Hm.", '{"a": 1}')
+    tags = engine.seen_params[-1].reasoning_tags
+    assert (tags.start, tags.header) == ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
+    engine.says = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"q": "a"}'
+    assert whole(url, tools=OFFERED, tool_choice="required") == (None, None, [("search", '{"q": "a"}')], "tool_calls")
+    params = engine.seen_params[-1]
+    assert params.reasoning_tags.header == ""
+    assert "commentary to=functions.search" in params.structured_outputs.grammar
+
+
+@pytest.mark.parametrize("format_name", sorted(FORMATS.keys() - dialects.TWO.keys() | {"mistral"}))
 def test_recorded_answers_a_byte_at_a_time(url, engine, format_name):
     """Every recorded answer, whole and streamed, is what its parser reads."""
     engine.tokenizer.chat_template = TEMPLATES[format_name]
@@ -218,7 +262,7 @@ def test_tools_for_a_model_that_knows_none(url, client, engine):
     engine.tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(openai.BadRequestError, match="does not read tools"):
         client.chat.completions.create(**CHAT, tools=OFFERED)
-    engine.tokenizer.chat_template = "{{ tools }} <tool_call> <function="
+    engine.tokenizer.chat_template = "{{ tools }} <a_call>"
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
         client.chat.completions.create(**CHAT, tools=OFFERED)
     assert client.chat.completions.create(**CHAT, tools=OFFERED, tool_choice="none", max_tokens=1)

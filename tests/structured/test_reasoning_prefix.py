@@ -69,6 +69,27 @@ def test_grammars_with_and_without_reasoning_are_cached_separately(demo: Model):
     assert demo.compiler.submit(StructuredOutputsParams(**fields), prefix).result(SECONDS) is with_reasoning
 
 
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        ("Here's my thought process: a\nHere is my response:\n|17", True),
+        ("Here is my thought process:Here's my response:|17", True),
+        ("|17", True),
+        ("Here is my response:|17", False),
+        ("17", False),
+    ],
+)
+def test_other_tags_and_a_header(demo: Model, text, accepted):
+    """Reasoning may begin and end with other texts. The header comes before the answer in any case."""
+    prefix = ReasoningPrefix(
+        "Here is my thought process:", "Here is my response:", False, ("Here's my thought process:",),
+        ("Here's my response:",), "|",
+    )  # fmt: skip
+    at = demo.compiler.submit(StructuredOutputsParams(regex="[0-9]+"), prefix).result(SECONDS).matcher()
+    takes = all(at.accept(token_id) for token_id in load_tokenizer(DEMO).encode(text, add_special_tokens=False))
+    assert (takes and (at.is_finished or at.is_accepting)) == accepted
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_tags_that_are_special_tokens(opened):
     """They are accepted as these tokens."""

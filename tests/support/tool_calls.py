@@ -2,14 +2,26 @@
 
 from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.tool_formats import FORMATS
+from tests.support import dialects
 
 TOOLS = frozenset({"get_weather", "search", "now", "send.mail-1"})
+PARAMETERS = {  # of each tool
+    "type": "object",
+    "properties": {
+        "q": {"type": "string"}, "city": {"type": "string"}, "days": {"type": "integer"}, "n": {"type": "number"},
+        "deep": {"type": "boolean"}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "either": {"type": ["string", "integer"]}, "opts": {"$ref": "#/$defs/opts"}, "tags": {"type": "array"},
+    },
+    "$defs": {"opts": {"type": "object"}},
+}  # fmt: skip
 
 
 def reader(format_name: str | None, **options) -> AnswerReader:
     """Return a reader with a fixed call id."""
     made = FORMATS[format_name] if format_name else None
-    return AnswerReader(tool_format=made, tool_names=options.pop("tool_names", TOOLS), new_id=lambda: "id", **options)
+    names = options.pop("tool_names", TOOLS)
+    schemas = dict.fromkeys(names, PARAMETERS)
+    return AnswerReader(tool_format=made, tool_names=names, schemas=schemas, new_id=lambda: "id", **options)
 
 
 # (format, text of the model, expected content, expected calls); content `...` is the text itself.
@@ -84,4 +96,5 @@ RECORDED = [
     ("json", 'Sure:\n```json\n{"name": "now", "arguments": {}}\n```\n', "Sure:", [("now", "{}")]),
     ("json", '```json\n{"answer": 42}\n```', ..., []),
     ("json", '{"name": {"first": "Ada"}}', ..., []),
+    *dialects.RECORDED,
 ]  # fmt: skip

@@ -23,10 +23,11 @@ class ChatFlags:
     """File with a Jinja chat template that replaces the model's own."""
 
     tool_call_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Format of the model's tool calls: hermes, llama3_json, mistral, pythonic or json. Default: from the template."""
+    """Format of the model's tool calls, such as hermes, qwen3_coder or glm45. Default: from the chat template."""
 
     reasoning_parser: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Return the model's reasoning separately from its answer: deepseek_r1 or qwen3. Default: not separated."""
+    """Return the model's reasoning separately from its answer, with a parser such as qwen3 or kimi_k2. Default: not
+    separated."""
 
     reasoning_tags: Annotated[
         tuple[str, str] | None, tyro.conf.arg(metavar="START END", help_behavior_hint="")

@@ -194,7 +194,11 @@ class InputProcessor:
                 request.output.reasoning_budget = None if ended else limit
         if params.structured_outputs is None:
             return None
-        reasoning = None if tags is None or ended else ReasoningPrefix(tags.start, tags.end, opened)
+        reasoning = None
+        if tags is not None and not ended:
+            reasoning = ReasoningPrefix(
+                tags.start, tags.end, opened, tags.other_starts, tags.other_ends, tags.header
+            )
         return self._grammar(params, reasoning, requester)
 
     def _with_sampling_mask(self, params: SamplingParams) -> SamplingParams:
@@ -280,7 +284,10 @@ class InputProcessor:
         end_ids = tuple(self._tokenizer.encode(tags.end, add_special_tokens=False))
         if not end_ids or max(end_ids) >= self.limits.vocab_size:
             raise RequestError("reasoning_tags", tags.end, "the model has no tokens for this tag")
-        encoded = EncodedReasoningTags(tags.start.encode(), tags.end.encode(), end_ids)
+        encoded = EncodedReasoningTags(
+            tags.start.encode(), tags.end.encode(), end_ids, tuple(map(str.encode, tags.other_starts)),
+            tuple(map(str.encode, (*tags.other_ends, *tags.stops))),
+        )  # fmt: skip
         return ReasoningBudget(encoded, budget, opened=opened)
 
     def _extras(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> SamplingExtras | None:

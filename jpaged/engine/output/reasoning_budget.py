@@ -12,11 +12,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedReasoningTags:
-    """The tags around reasoning, as UTF-8, and the tokens of the end tag."""
+    """The tags around reasoning, as UTF-8, and the tokens of the end tag.
+
+    other_starts, other_ends: other texts that begin and end reasoning.
+    """
 
     start: bytes
     end: bytes
     end_ids: tuple[int, ...]
+    other_starts: tuple[bytes, ...] = ()
+    other_ends: tuple[bytes, ...] = ()
 
 
 class ReasoningBudget:
@@ -50,11 +55,12 @@ class ReasoningBudget:
         if self._in_reasoning:
             self._append_reasoning(token_id)
             return
-        self._text, start = self._text.lstrip(), self._tags.start
-        if self._text.startswith(start):
-            self._in_reasoning, self._text = True, self._text[len(start) :]
+        self._text = self._text.lstrip()
+        starts = (self._tags.start, *self._tags.other_starts)
+        if found := [start for start in starts if self._text.startswith(start)]:
+            self._in_reasoning, self._text = True, self._text[len(found[0]) :]
             self._look_for_end()
-        elif not start.startswith(self._text):
+        elif not any(start.startswith(self._text) for start in starts):
             self._ended = True  # the answer has begun: tags in it are ordinary text
 
     def _append_reasoning(self, token_id: int) -> None:
@@ -67,11 +73,11 @@ class ReasoningBudget:
             self._left -= before + 1 - self._written
 
     def _look_for_end(self) -> None:
-        end = self._tags.end
-        if end in self._text or self._written == len(self._tags.end_ids):
+        ends = (self._tags.end, *self._tags.other_ends)
+        if any(end in self._text for end in ends) or self._written == len(self._tags.end_ids):
             self._in_reasoning, self._ended = False, True
         else:
-            self._text = self._text[max(len(self._text) - len(end) + 1, 0) :]
+            self._text = self._text[max(len(self._text) - max(map(len, ends)) + 1, 0) :]
 
 
 def _overlap(recent: tuple[int, ...], tag: tuple[int, ...]) -> int:

@@ -117,7 +117,8 @@ def read_tree(
     layout: of the result. None: the one with the fewest copies.
     Raises ModelLoadError that names the leaf, for an unknown name, a missing leaf or another shape.
     """
-    if spec.experts is not None or spec.latent is not None or spec.qk_norm is QKNorm.PROJECTION or not spec.gated:
+    is_plain = spec.query_scaling is None and spec.qk_norm in (None, QKNorm.HEAD) and spec.gated
+    if spec.experts is not None or spec.latent is not None or not is_plain:
         raise ModelLoadError(
             "trees of trainers are read by name for Llama, Qwen 2 and 3, and Gemma only: pass the engine's own tree, "
             "which docs/live_arrays.md lists"

@@ -230,7 +230,7 @@ def _by_reference(leaf: NewLeaf, plan: LeafPlan, source: ArraySource, engine: En
     for tensor, name in zip(plan.leaf.tensors, plan.files, strict=True):
         rule, array = tensor.rule, source.arrays[name]
         is_leaf = rule.parts == ((Part.WHOLE,) if leaf.name == plan.leaf.leaf else (Part(leaf.name),))
-        alone = tensor.expert is None and (leaf.layer is not None or tensor.layer is None)
+        alone = tensor.expert is None and (leaf.layer is not None or tensor.layer is None) and not rule.pairs
         if is_leaf and alone and rule.transposed == turned and engine.fits(leaf.layer, leaf.name, array):
             return NewLeaf(leaf.layer, leaf.name, functools.partial(_same, name, array), by_reference=True)
     return None

@@ -203,8 +203,10 @@ def tree_bytes(tree: Any) -> int:
 
 _PARTS = {
     "embedding": ("embed", "pos_embed", "project_in"),
-    "output matrix": ("lm_head", "project_out", "score"),
-    "attention": ("qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks"),
+    "output matrix": ("lm_head", "lm_head_bias", "project_out", "score"),
+    "attention": (
+        "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
+    ),
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
@@ -298,6 +300,11 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(f"block_size={block_size}: must be 8, 16, 32, 64 or 128")
     if spec.pools and config.row_buckets is not None:
         raise ModelLoadError("row_buckets: with runner='pooling' there are no decode programs; leave it out")
+    chunk = next((chunk for chunk in spec.attention_chunks if chunk is not None and chunk % block_size), None)
+    if chunk is not None:
+        raise ModelLoadError(
+            f"block_size={block_size}: must divide attention_chunk_size={chunk} of the model's config.json"
+        )
     kv_groups = group_layers(spec.windows, max_model_len, spec.recurrent)
     return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
 

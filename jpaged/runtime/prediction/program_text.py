@@ -44,7 +44,9 @@ class Operation:
     @property
     def kernel(self) -> str:
         """Name of a Pallas kernel; "" for other operations."""
-        found = re.search(r'name = "(\w+)"', self.rest) or re.search(r'op_name="[^"]*?/(\w+)/pallas_call"', self.rest)
+        # a kernel through Mosaic GPU has its name in the trace only
+        traced = r'op_name="[^"]*?/(\w+)/(?:pallas_call|mpmd_map)"'
+        found = re.search(r'\bname = "(\w+)"', self.rest) or re.search(traced, self.rest)
         return found[1] if found and self.kind == "custom-call" else ""
 
     @property

@@ -267,7 +267,7 @@ def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, l
         # the query heads of a KV head share a tile, and each tile reads the keys
         tile_rows = Tiling.by_rule(spec.head_dim, item).prefill_rows
         tile_tokens = max(1, tile_rows >> (spec.q_per_kv - 1).bit_length())
-        reads = -(-per_row // tile_tokens) if name == "paged_prefill" else 1
+        reads = -(-per_row // tile_tokens) if name.startswith("paged_prefill") else 1
         products = 4 * load.rows * per_row * keys * spec.num_heads * spec.head_dim
         return 2 * queries + reads * load.rows * keys * key_bytes, products
     products = 0 if shape.is_decode else 4 * load.rows * (load.context * keys // 2) * spec.num_heads * spec.head_dim

@@ -32,6 +32,7 @@ from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Sta
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, Field, Leaf, SamplingState, formats
 from jpaged.runtime.step import context
+from jpaged.runtime.step.attention_chunks import rows_by_chunk
 from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
@@ -73,9 +74,13 @@ class PagedAttend:
         if options.alibi_slopes is not None:
             every, heads = jnp.array(options.alibi_slopes, jnp.float32), q.shape[1]
             slopes = lax.dynamic_slice_in_dim(every, self.shards.first(heads), heads)
+        rows = (metadata.block_tables, metadata.context_lens, metadata.query_start_loc)
+        max_query_len = self.max_query_len
+        if options.chunk is not None:
+            rows = rows_by_chunk(*rows, options.chunk, max_query_len=max_query_len, block_size=pages.block_size)
+            max_query_len = min(max_query_len, options.chunk)
         out = paged_attention(
-            q, pages, metadata.block_tables, metadata.context_lens, metadata.query_start_loc,
-            scale=options.scale, max_query_len=self.max_query_len, sliding_window=options.window,
+            q, pages, *rows, scale=options.scale, max_query_len=max_query_len, sliding_window=options.window,
             logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
         )  # fmt: skip
         return out, pages

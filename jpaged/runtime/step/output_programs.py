@@ -36,7 +36,7 @@ from jpaged.runtime.state import DeviceState, Field, SamplingState, adapter_slot
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 
 # Leaves of the parameter tree that the lm_head may read.
-LM_HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "embed")
+LM_HEAD_PARAMS = ("final_norm", "final_norm_bias", "project_out", "score", "lm_head", "lm_head_bias", "embed")
 
 
 @dataclasses.dataclass(frozen=True)
