@@ -131,7 +131,7 @@ def test_published_configs(wrapper: str, text: dict[str, Any], parameters: int) 
     spec = spec_of({"architectures": [wrapper], "text_config": text})
     assert sum(leaf.size for leaf in jax.tree.leaves(param_shapes(spec, np.float32))) == parameters
     if text["model_type"].startswith("qwen"):
-        assert (sum(spec.recurrent), spec.rope_dim) == (spec.num_layers * 3 // 4, 64)
+        assert (sum(spec.recurrent), spec.rope.partial) == (spec.num_layers * 3 // 4, 0.25)
     elif text is GEMMA:
         assert (spec.max_position, spec.rope.factor, spec.num_kv_heads) == (131_072, 8.0, 4)
     else:

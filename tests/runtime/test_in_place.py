@@ -80,7 +80,9 @@ def placement_on(target):
 
 
 @functools.cache
-def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, delta=None):
+def compiled(
+    target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, delta=None
+):
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
     spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts, delta=delta)
     kv_groups = group_layers(spec.windows, spec.max_position, spec.recurrent)
