@@ -100,6 +100,7 @@ class NoDevice:
     compiles_after_ready = 0
     is_ready = True
     text_shapes: Sequence[TextShape] = ()
+    recurrent_sizes: None = None
     longrope_switch_len = None
     host_slots = 0
     transfer_costs = None

@@ -64,7 +64,7 @@ def divergence(
     rounded = None
     if kv_cache_dtype != "auto":
         kv_format = KVFormat.choose(model.spec, kv_cache_dtype, model.dtype, jax.devices()[0], model.kv_scales)
-        kv_groups = group_layers(model.spec.windows, length)
+        kv_groups = group_layers(model.spec.windows, length, model.spec.recurrent)
         rounded = kv_groups, tuple(kv_format.create_pages(model.spec, kv_groups, length, 1, None))
     kls, same = [], []
     total = sum(len(window) - 1 for window in windows)
@@ -103,7 +103,8 @@ def _hidden_states(
     if kv_groups is None or pages is None:
         attend, places, held, metadata = dense_causal_attend, None, [None] * spec.num_layers, ids[None]
     else:
-        attend, places, held, metadata = _attend_rounded, kv_groups.places, pages, (ids[None],) * len(kv_groups.windows)
+        attend, places, held = _attend_rounded, kv_groups.places, (*pages, *[None] * sum(spec.recurrent))
+        metadata = (ids[None],) * (len(kv_groups.windows) + 1)  # the last one for recurrent layers
     hidden, *_ = decode(
         spec, params, ids, positions, held, metadata, attend, layout=layout, rope_lens=positions + 1, places=places
     )

@@ -5,6 +5,9 @@
    in page array j. A block is one page in each array, so any KV group can use any block, and one pool serves all kinds.
 3. A request has one block table per KV group. A KV group with a window frees the blocks before the window.
 
+A recurrent layer keeps no KV, so it is in no KV group. Its state has a place after the page arrays, one for each such
+layer. All of them share a place after the KV groups.
+
 If all layers are of one kind, there is one KV group with one page array per layer. The design is that of vLLM's hybrid
 KV cache manager.
 """
@@ -18,7 +21,7 @@ MAX_GROUPS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPlace:
-    """KV group and page array of a layer."""
+    """KV group and page array of a layer. Of a recurrent layer: the number of KV groups, and an index after them."""
 
     kv_group: int    # index
     page_array: int  # index
@@ -47,8 +50,12 @@ class KVGroups:
         return f"groups of {self.num_arrays} layer{'s'[: self.num_arrays - 1]}: {', '.join(parts)}"
 
 
-def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
+def group_layers(
+    windows: Sequence[int | None], max_model_len: int, recurrent: Sequence[bool] = ()
+) -> KVGroups:
     """Cut layers into KV groups. windows: sliding window of each layer; None: no window.
+
+    recurrent: True for each layer without attention; (): all layers have attention.
 
     A KV group has at most `size` layers. The chosen size gives a request of max_model_len tokens the fewest pages,
     unused pages included; on a tie, the largest size wins. Sizes that give more than MAX_GROUPS KV groups are excluded.
@@ -58,7 +65,8 @@ def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
     # A window of max_model_len or more hides nothing. To support layers with different page shapes, add the shape to
     # the keys of `layers`.
     kinds = [None if window is None or window >= max_model_len else window for window in windows]
-    layers = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
+    attends = [i for i in range(len(kinds)) if not (recurrent and recurrent[i])]
+    layers = {kind: [i for i in attends if kinds[i] == kind] for kind in dict.fromkeys(kinds[i] for i in attends)}
 
     def num_groups(size: int, kind: int | None) -> int:
         return -(-len(layers[kind]) // size)
@@ -77,6 +85,8 @@ def group_layers(windows: Sequence[int | None], max_model_len: int) -> KVGroups:
             if index % size == 0:
                 group_windows.append(kind)
             places[layer] = KVPlace(len(group_windows) - 1, index % size)
+    for index, layer in enumerate(layer for layer in range(len(kinds)) if layer not in places):
+        places[layer] = KVPlace(len(group_windows), size + index)
     return KVGroups(tuple(group_windows), tuple(places[layer] for layer in range(len(kinds))), size)
 
 

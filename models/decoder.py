@@ -7,7 +7,8 @@ Never: knows requests or block tables, or reads pages: attention is an argument.
 1. `decode` embeds the tokens and runs the layers in an unrolled loop. All requests' tokens are on one axis. Only
    attention knows the tokens of each request.
 2. Attention is the argument `attend`: over KV pages when serving, dense and causal for training and checks. `decode`
-   only passes `pages` through. Layers may share an entry of `pages` (`jpaged.kv_groups`).
+   only passes `pages` through. Layers may share an entry of `pages` (`jpaged.kv_groups`). Layers with a state per
+   request have it in place of pages (`recurrent`).
 3. `lm_head` turns hidden states into logits. For a pooling model it returns normalised hidden states or label scores.
 
 All layers of a kind call one jitted function, so tracing and lowering cost the same at any depth.
@@ -36,11 +37,13 @@ from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layers import feed_forward, normalise, normalise_split, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
+from jpaged.models.recurrent import State, mix_by_state
 from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import (
     AttentionOptions,
     DecoderSpec,
     Encoder,
+    GatedDelta,
     Norm,
     NormPosition,
     Params,
@@ -54,7 +57,7 @@ from pallas_kernels import activate, norm_and_rope, rms_norm
 MIN_SCORES = 8  # minimum number of outputs of a classifier's matmul; see `lm_head`
 
 Pages: TypeAlias = Any      # KV of one layer: KVPages when serving, None for training. Only `attend` reads it
-Metadata: TypeAlias = Any   # pytree for `attend`, with the tokens of each request
+Metadata: TypeAlias = Any   # pytree for `attend`, with the tokens of each request; StateRows for recurrent layers
 
 
 @functools.partial(
@@ -132,8 +135,9 @@ def decode(
     three come the captured hidden states, one for each entry of `capture`.
 
     token_ids, positions: ids in [0, vocab_size), and positions in their sequences. The caller checks them.
-    pages:     one entry per layer, for `attend`. With `places`: one entry per page array.
-    metadata:  a pytree, for `attend`. With `places`: a sequence with one entry per KV group.
+    pages:     one entry per layer, for `attend`. With `places`: one entry per page array, then one per recurrent layer.
+    metadata:  a pytree, for `attend`. With `places`: a sequence with one entry per KV group, then one for the recurrent
+               layers if there are any.
     rope_lens: sequence length of each token, for dynamic rope scaling and longrope. None: position + 1.
     real:      False for padding tokens, which go to no expert. None: no token is padding.
     num_tokens: number of needed tokens, which come first. Results of the rest are undefined. None: all tokens are
@@ -179,7 +183,7 @@ def decode(
                 spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
                 query_factors=grown,
             ),
-            new_pages[place.page_array], metadata[place.kv_group], options=spec.attention(i), attend=attend,
+            new_pages[place.page_array], metadata[place.kv_group], options=spec.mixer(i), attend=attend,
         )  # fmt: skip
         if choice is not None:
             choices.append(choice)
@@ -212,7 +216,7 @@ def decode_layer(
     leaves: Params,
     x: Float[Array, "batch length hidden"],
     *,
-    options: AttentionOptions,
+    options: AttentionOptions | GatedDelta,
     rope: Rope | None,
     growth: QueryScaling | None = None,
     watch: Callable[[str, Array], None] | None = None,
@@ -354,10 +358,10 @@ def _embed(
 def _layer(
     x: Float[Array, "tokens hidden"],
     context: LayerContext,
-    pages: Pages,
+    pages: Pages | State,
     metadata: Metadata,
     *,
-    options: AttentionOptions,
+    options: AttentionOptions | GatedDelta,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
     """`_run_layer`, jitted. Layers with equal shapes and options share one trace."""
@@ -367,12 +371,15 @@ def _layer(
 def _run_layer(
     x: Float[Array, "tokens hidden"],
     context: LayerContext,
-    pages: Pages,
+    pages: Pages | State,
     metadata: Metadata,
-    options: AttentionOptions,
+    options: AttentionOptions | GatedDelta,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
-    """Attention and feed-forward network, with norms and residual sums. Without experts, the third result is None."""
+    """Attention or a recurrent layer, then the feed-forward network, with norms and residual sums.
+
+    Without experts, the third result is None.
+    """
     is_first = context.spec.norm_position in (NormPosition.PRE, NormPosition.SANDWICH)
     is_first &= "attn_norm" in context.params  # `DecoderSpec.first_norm`
     normed = normalise("attn_norm", x, context) if is_first else x
@@ -383,9 +390,9 @@ def run_normed_layer(
     x: Float[Array, "tokens hidden"],
     normed: Float[Array, "tokens width"],
     context: LayerContext,
-    pages: Pages,
+    pages: Pages | State,
     metadata: Metadata,
-    options: AttentionOptions,
+    options: AttentionOptions | GatedDelta,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
     """`_run_layer` after its first norm. normed: input of q, k and v, which is wider than x in an EAGLE-3 head."""
@@ -395,14 +402,10 @@ def run_normed_layer(
         """Apply the norm `name`, if this model has a norm in one of these positions."""
         return normalise(name, x, context) if spec.norm_position in positions else x
 
-    sinks = context.params["sinks"] if spec.sinks else None
-    out, pages = attend(_project(normed, context), pages, metadata, options, sinks)
-    if spec.latent is not None:
-        out = latent_values(spec.latent, out, context)
-    if spec.output_gates:
-        gates = jax.nn.softplus(linear("output_gate", normed, context, dtype=jnp.float32))
-        out = (out * gates.reshape(*out.shape[:2], spec.output_gates)).astype(out.dtype)
-    out = linear_with_bias("o", out.reshape(x.shape[0], -1), context)
+    if isinstance(options, GatedDelta):
+        out, pages = mix_by_state(options, normed, context, pages, metadata)
+    else:
+        out, pages = _attention(normed, context, pages, metadata, options, attend)
     attended = x + _scaled(spec, norm("attn_out_norm", out, NormPosition.SANDWICH, NormPosition.OUTPUT))
     attended = norm("attn_norm", attended, NormPosition.POST)
 
@@ -416,6 +419,28 @@ def run_normed_layer(
         h = feed_forward(normed, context)
     x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPosition.SANDWICH, NormPosition.OUTPUT))
     return norm("mlp_norm", x, NormPosition.POST), pages, choice
+
+
+def _attention(
+    normed: Float[Array, "tokens width"], context: LayerContext, pages: Pages, metadata: Metadata,
+    options: AttentionOptions, attend: Attend,
+) -> tuple[Float[Array, "tokens hidden"], Pages]:  # fmt: skip
+    """Attention, from the input of q, k and v to the output of the o projection."""
+    spec, sinks = context.spec, context.params["sinks"] if context.spec.sinks else None
+    projection = _project(normed, context)
+    gate = None
+    if spec.attention_gate and not isinstance(projection.product, tuple):
+        gate = projection.product[:, :, : spec.q_per_kv]
+        projection = dataclasses.replace(projection, product=projection.product[:, :, spec.q_per_kv :])
+    out, pages = attend(projection, pages, metadata, options, sinks)
+    if spec.latent is not None:
+        out = latent_values(spec.latent, out, context)
+    if gate is not None:
+        out *= jax.nn.sigmoid(gate.reshape(out.shape))
+    if spec.output_gates:
+        gates = jax.nn.softplus(linear("output_gate", normed, context, dtype=jnp.float32))
+        out = (out * gates.reshape(*out.shape[:2], spec.output_gates)).astype(out.dtype)
+    return linear_with_bias("o", out.reshape(normed.shape[0], -1), context), pages
 
 
 def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
@@ -468,7 +493,7 @@ def _qkv(
     tokens, q_per_kv = x.shape[0], spec.q_per_kv
     if not context.layout.split_qkv:
         product = linear("qkv", x, context)
-        return product.reshape(tokens, -1, q_per_kv + 2, spec.head_dim), bias
+        return product.reshape(tokens, -1, spec.qkv_heads, spec.head_dim), bias
     kv_heads = context.params["k"].size // (spec.head_dim * x.shape[1])  # of this device
     parts = [linear(name, x, context).reshape(tokens, kv_heads, -1, spec.head_dim) for name in ("q", "k", "v")]
     if bias is not None:

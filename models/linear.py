@@ -191,7 +191,9 @@ def has_native_matmul(spec: DecoderSpec, dtype: DTypeLike) -> bool:
     if spec.experts is not None or spec.latent is not None:
         return False
     hidden = spec.hidden_size
-    for inputs in {hidden, spec.embed_size or hidden, spec.intermediate_size, spec.num_heads * spec.head_dim}:
+    sizes = {hidden, spec.embed_size or hidden, spec.intermediate_size, spec.num_heads * spec.head_dim}
+    sizes |= set() if spec.delta is None else {spec.delta.v_heads * spec.delta.head_dim}
+    for inputs in sizes:
         row = jax.ShapeDtypeStruct((1, inputs), dtype)
         if not takes_native(refuse_cpu_dot, row, row, dtype):
             return False

@@ -104,8 +104,8 @@ class QueryScaling:
 
 
 # Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
-# DeepSeek-V3's would send one token in eight to other experts.
-FLOAT32_LEAVES = frozenset({"router_correction"})
+# DeepSeek-V3's would send one token in eight to other experts. The two of gated DeltaNet are exponents of its decay.
+FLOAT32_LEAVES = frozenset({"router_correction", "delta_a_log", "delta_dt_bias"})
 
 
 def leaf_dtype(name: str, dtype: DTypeLike) -> np.dtype:
@@ -182,6 +182,31 @@ class Encoder:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet (arXiv:2412.06464) in place of attention: a layer with a state of fixed size per request."""
+
+    layers: tuple[bool, ...]     # per layer: True = gated DeltaNet, False = attention
+    k_heads: int                 # heads of queries and of keys
+    v_heads: int                 # a multiple of k_heads; neighbouring value heads share a key head
+    head_dim: int                # of queries, keys and values
+    conv_width: int              # tokens that the convolution over q, k and v sees, its own included
+
+    @property
+    def v_per_k(self) -> int:
+        """Value heads per key head."""
+        return self.v_heads // self.k_heads
+
+    @property
+    def channels(self) -> int:
+        """Width of q, k and v together."""
+        return (2 * self.k_heads + self.v_heads) * self.head_dim
+
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of a request's state in one layer: last inputs of the convolution, and the float32 matrices."""
+        return (self.conv_width - 1, self.channels), (self.v_heads, self.head_dim, self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
 class Stage:
     """A pipeline stage: layers with their own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
 
@@ -236,6 +261,8 @@ class DecoderSpec:
     swiglu_alpha: float = 1.702        # slope of the sigmoid in gpt-oss's activation
     experts: Experts | None = None
     latent: Latent | None = None
+    delta: GatedDelta | None = None  # layers without attention (Qwen3-Next, Qwen3.5)
+    attention_gate: bool = False  # the output of attention times sigmoid(gate), before the o projection (Qwen3-Next)
     qkv_bias: bool = False       # of q, k and v
     o_bias: bool = False
     up_bias: bool = False        # of gate and up
@@ -281,6 +308,11 @@ class DecoderSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def qkv_heads(self) -> int:
+        """Heads of the fused qkv leaf per KV head: gates if there are any, queries, one key head and one value head."""
+        return self.q_per_kv * (1 + self.attention_gate) + 2
+
+    @property
     def scale(self) -> float:
         """Factor of q.k."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
@@ -312,11 +344,22 @@ class DecoderSpec:
     def learned_positions(self) -> bool:
         return self.rope is None and self.alibi is None
 
+    @property
+    def recurrent(self) -> tuple[bool, ...]:
+        """Per layer: True = it keeps a state of fixed size per request, and no KV. () = no layer."""
+        return () if self.delta is None else self.delta.layers
+
     def layer_rope(self, layer: int) -> Rope | None:
         """Rope of a layer; None if the layer does not rotate queries and keys."""
+        if self.recurrent and self.recurrent[layer]:
+            return None
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.window_rope if self.window_rope is not None and self.window(layer) is not None else self.rope
+
+    def mixer(self, layer: int) -> AttentionOptions | GatedDelta:
+        """Static options of what mixes a layer's tokens: attention, or a recurrent layer."""
+        return self.delta if self.delta is not None and self.delta.layers[layer] else self.attention(layer)
 
     def attention(self, layer: int) -> AttentionOptions:
         """Static options of a layer's attention."""
@@ -437,9 +480,11 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
     hidden, kv = s.hidden_size, s.num_kv_heads
+    if s.delta is not None and s.delta.layers[layer]:
+        return _delta_shapes(s.delta, hidden, leaf) | _feed_forward_shapes(s, layer, leaf)
     if s.latent is None:
-        # per KV head: its `q_per_kv` query heads, then its key head, then its value head
-        tree = {"qkv": leaf(kv, s.q_per_kv + 2, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
+        # per KV head: a gate for each query head if the model has gates, its query heads, its key head, its value head
+        tree = {"qkv": leaf(kv, s.qkv_heads, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
     else:
         m = s.latent
         tree = {
@@ -451,7 +496,7 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         if m.q_rank is not None:
             tree["q_a"] = leaf(m.q_rank, hidden)
     if s.qkv_bias and s.latent is None:
-        tree["qkv_bias"] = leaf(kv, s.q_per_kv + 2, s.head_dim)
+        tree["qkv_bias"] = leaf(kv, s.qkv_heads, s.head_dim)
     if s.qk_norm is not None:
         heads = (s.num_heads, kv) if s.qk_norm is QKNorm.PROJECTION else (1, 1)
         tree |= {name: leaf(n * s.head_dim) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
@@ -459,14 +504,33 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         tree["sinks"] = leaf(s.num_heads)
     if s.output_gates:
         tree["output_gate"] = leaf(s.num_heads * s.output_gates, hidden)
+    return tree | _feed_forward_shapes(s, layer, leaf)
+
+
+def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Matrices of a layer's feed-forward network, dense or of experts."""
     if s.experts is not None and s.is_sparse(layer):
-        return tree | _expert_shapes(s.experts, hidden, leaf)
-    tree["down"] = leaf(hidden, s.intermediate_size)
+        return _expert_shapes(s.experts, s.hidden_size, leaf)
+    tree = {"down": leaf(s.hidden_size, s.intermediate_size)}
     if s.gated:
-        tree["gate_up"] = leaf(2, s.intermediate_size, hidden)
+        tree["gate_up"] = leaf(2, s.intermediate_size, s.hidden_size)
     else:
-        tree["up"] = leaf(s.intermediate_size, hidden)
+        tree["up"] = leaf(s.intermediate_size, s.hidden_size)
     return tree
+
+
+def _delta_shapes(d: GatedDelta, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a gated DeltaNet. Its heads are in the order of the key heads, each followed by its value heads."""
+    vector = jax.ShapeDtypeStruct((d.v_heads,), leaf_dtype("delta_a_log", np.float32))
+    return {
+        "delta_qkvz": leaf(d.k_heads, 2 + 2 * d.v_per_k, d.head_dim, hidden),  # query, key, values, gates of the output
+        "delta_ba": leaf(d.k_heads, 2, d.v_per_k, hidden),  # beta, then the decay
+        "delta_conv": leaf(d.conv_width, d.k_heads, 2 + d.v_per_k, d.head_dim),  # oldest token first
+        "delta_a_log": vector,
+        "delta_dt_bias": vector,
+        "delta_norm": leaf(d.head_dim),
+        "delta_o": leaf(hidden, d.v_heads * d.head_dim),
+    }
 
 
 def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:

@@ -216,6 +216,8 @@ def plan_fields(plan: Any) -> dict[str, Any]:
         "weight_bytes": memory.weight_bytes,
         "temp_bytes": memory.temp_bytes,
         "table_bytes": memory.table_bytes,
+        "state_bytes": memory.state_bytes,
+        "num_snapshots": memory.limits.num_snapshots,
         "kv_bytes": memory.kv_bytes,
         "drafter_bytes": memory.drafter_bytes,
         "num_blocks": memory.num_blocks,

@@ -479,6 +479,7 @@ class Engine:
         self._manager = KVCacheManager(
             runner.num_blocks, runner.block_size, runner.windows, max_chunk=runner.max_num_batched_tokens,
             host_slots=runner.host_slots, transfer_costs=runner.transfer_costs, weight_version=self._num_updates,
+            recurrent_sizes=runner.recurrent_sizes,
         )  # fmt: skip
         limits = SchedulerLimits(
             runner.max_num_seqs, runner.max_num_batched_tokens, runner.vocab_size, runner.longrope_switch_len,

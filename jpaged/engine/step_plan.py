@@ -49,11 +49,21 @@ def num_guesses(max_drafts: int) -> int:
 
 
 class BlockMove(enum.IntEnum):
-    """Kinds of block moves before a step."""
+    """Kinds of moves before a step."""
 
     COPY = 0       # block to block: copy on write
     TO_HOST = 1    # block to slot of the host tier
     TO_DEVICE = 2  # slot of the host tier to block
+    STATE = 3      # state of recurrent layers, slot to slot: forks and snapshots
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecurrentSizes:
+    """Slots for the state of recurrent layers."""
+
+    num_rows: int       # rows of the request table, each with the slot of its number
+    num_snapshots: int  # slots after them
+    interval: int       # blocks of a prompt between two snapshots
 
 
 class TextShape(NamedTuple):
@@ -225,7 +235,7 @@ class StepPlan:
     sampler: SamplerVariant = SamplerVariant.GREEDY
     # int32[F]  one entry per fork: index in `rows` of the row that it samples from
     forked_from: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    # int32[M, 3]  (BlockMove, from, to): moves before the step, in order. from, to: blocks, or slots of the host tier
+    # int32[M, 3]  (BlockMove, from, to): moves before the step, in order. from, to: blocks, or slots
     moves: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 3), np.int32))
     # masks that change before this step samples, and are known now; `Runner.sample` adds those known later
     masks: tuple[RowMask, ...] = ()
@@ -365,6 +375,7 @@ class Runner(Protocol[HandleT]):
     min_jump_per_request: float
     max_drafts: int  # most drafts per row of a verify step; 0: the engine does not speculate
     num_adapter_slots: int  # LoRA adapters that are on the device at a time; 0: requests have none
+    recurrent_sizes: RecurrentSizes | None  # slots for recurrent state; None: the model has no recurrent layers
 
     @property
     def compiles_after_ready(self) -> int:

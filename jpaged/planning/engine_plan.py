@@ -124,7 +124,9 @@ class EnginePlan:
             limits = plan.limits
             tables = len(limits.kv_groups.windows)
             each = f"{limits.max_num_seqs} rows, {tables} block table{'s'[: tables - 1]} of {limits.width:,} each"
-            rows.append(Row("request table", plan.table_bytes, each))
+            rows.append(Row("request table", plan.table_bytes - plan.state_bytes, each))
+            if plan.state_bytes:
+                rows.append(Row("recurrent state", plan.state_bytes, plan.state_note))
             blocks = f"{plan.num_blocks:,} blocks of {limits.block_size} tokens, {plan.block_bytes:,} bytes each"
             blocks += "" if self.kv_dtype == self.dtype else f", {self.kv_dtype}"
             rows.append(Row("KV pool", plan.kv_bytes, blocks))

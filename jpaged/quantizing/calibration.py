@@ -66,7 +66,7 @@ class Calibration:
         leaves = layer_vectors(self._vectors, layer) | leaves
         spec = self._spec
         growth = spec.query_scaling if spec.query_scaling is not None and spec.query_scaling.applies(layer) else None
-        rope, options = spec.layer_rope(layer), spec.attention(layer)
+        rope, options = spec.layer_rope(layer), spec.mixer(layer)
         return _run(spec.of_layer(layer), leaves, states, options, rope, growth, watched)
 
 

@@ -24,6 +24,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import (
     BlockMove,
     DeviceDrafter,
+    RecurrentSizes,
     ReplacedLeaves,
     RowMask,
     StepPlan,
@@ -121,6 +122,11 @@ class ModelRunner(EnginePrograms):
         self._mask_words, self.returns_sampling_mask = blueprint.mask_words, blueprint.mask_words > 0
         self.max_drafts = blueprint.max_drafts
         self.num_adapter_slots = 0 if blueprint.model.adapters is None else blueprint.model.adapters.slots
+        self.recurrent_sizes = None
+        if self.memory_plan.slot_bytes:
+            self.recurrent_sizes = RecurrentSizes(
+                limits.max_num_seqs, limits.num_snapshots, self.memory_plan.snapshot_interval
+            )
         shapes = blueprint.program_shapes
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
         self.decode_sizes: Sequence[int] = [shape.rows for shape in forwards if shape.is_decode and not shape.captures]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import flax.struct
@@ -75,7 +75,7 @@ class SamplingState:
 
 @flax.struct.dataclass
 class DeviceState:
-    """KV pages, the request table and the extras. A running request owns one row of the table."""
+    """KV pages, recurrent state, the request table and the extras. A running request owns one row of the table."""
 
     # (data, scales) of each of `pages`: building a call's results takes 1 us for 32 tuples, 32 us for 32 KVPages
     page_arrays: tuple[tuple[Leaf, Leaf | None], ...]
@@ -85,6 +85,9 @@ class DeviceState:
     hidden: Leaf  # [state_tokens, hidden_size]  hidden states of the last step's tokens, before final norm
     # int32[2, program_rows]  rows of the last step that sample or pool: (row, index in `hidden`); padding is -1
     output_rows: Leaf
+    # for each recurrent layer, two arrays [state_slots, ...]: inputs of the convolution, in the model's dtype, and
+    # float32 matrices. Slot i < max_num_seqs is of row i, the others are snapshots
+    recurrent: tuple[tuple[Leaf, Leaf], ...]
     sampling: SamplingState
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
 
@@ -109,6 +112,7 @@ class StateSizes:
     tokens: int      # capacity of `hidden`
     program_rows: int  # maximum rows of a program
     custom: int = 0  # parameters of all custom logits processors
+    snapshots: int = 0  # slots of recurrent layers, besides one for each row
     samples: bool = True  # False: not the last pipeline stage; `hidden` and the extras are empty
 
 
@@ -136,6 +140,7 @@ def state_shapes(
         blocks=array(np.int32, rows, len(kv_groups.windows) * sizes.width),
         hidden=array(dtype, sizes.tokens if sizes.samples else 0, spec.hidden_size),
         output_rows=array(np.int32, 2, sizes.program_rows),
+        recurrent=_recurrent_shapes(spec, sizes, dtype, array),
         sampling=SamplingState(
             counts=array(np.int32, rows, vocab),
             masks=array(np.uint32, rows, mask_words(vocab)),
@@ -144,6 +149,17 @@ def state_shapes(
             custom=array(np.float32, rows, sizes.custom),
         ),
     )
+
+
+def _recurrent_shapes(
+    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, array: Callable[..., Any]
+) -> tuple[tuple[Any, Any], ...]:
+    """`DeviceState.recurrent`: one slot for each row of the request table and for each snapshot."""
+    if spec.delta is None:
+        return ()
+    slots, (inputs, matrices) = sizes.rows + sizes.snapshots, spec.delta.state_shapes()
+    of_layer = (array(dtype, slots, *inputs), array(np.float32, slots, *matrices))
+    return (of_layer,) * sum(spec.recurrent)
 
 
 def create_state(

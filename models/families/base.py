@@ -18,7 +18,10 @@ from jpaged.models.spec import DecoderSpec, Params
 
 
 class Part(enum.Enum):
-    """Part of a leaf that a tensor fills. The fused qkv leaf is [kv_heads, q_per_kv + 2, head_dim, ...]."""
+    """Part of a leaf that a tensor fills. The fused qkv leaf is [kv_heads, q_per_kv + 2, head_dim, ...].
+
+    DELTA_… are parts of `delta_qkvz` and `delta_ba`, CONV_… of `delta_conv`. See `spec.param_shapes`.
+    """
 
     WHOLE = "whole"
     HEADS = "heads"              # the whole leaf [heads, head_dim, ...]
@@ -29,6 +32,14 @@ class Part(enum.Enum):
     V = "v"
     GATE = "gate"
     UP = "up"
+    GATED_Q = "gated_q"  # gates and queries; the tensor has each query head before its gate
+    DELTA_Q = "delta_q"
+    DELTA_K = "delta_k"
+    DELTA_V = "delta_v"
+    DELTA_Z = "delta_z"
+    CONV_Q = "conv_q"    # tensors of a convolution are [channels, 1, width]
+    CONV_K = "conv_k"
+    CONV_V = "conv_v"
     ROW = "row"  # a vector, which the tensor has as a matrix of one row
 
     def view(self, leaf: np.ndarray) -> np.ndarray:
@@ -47,14 +58,29 @@ class Part(enum.Enum):
                 return leaf[0]
             case Part.UP:
                 return leaf[1]
+            case Part.GATED_Q:
+                both = leaf[:, :-2]
+                return both.reshape(len(leaf), 2, -1, *leaf.shape[2:])[:, ::-1].swapaxes(1, 2)
+            case Part.DELTA_Q:
+                return leaf[:, 0]
+            case Part.DELTA_K:
+                return leaf[:, 1]
+            case Part.DELTA_V:
+                return leaf[:, 2 : 1 + leaf.shape[1] // 2]
+            case Part.DELTA_Z:
+                return leaf[:, 1 + leaf.shape[1] // 2 :]
+            case Part.CONV_Q | Part.CONV_K | Part.CONV_V:
+                parts = {Part.CONV_Q: 0, Part.CONV_K: 1, Part.CONV_V: slice(2, None)}
+                return np.moveaxis(leaf, 0, -1)[:, parts[self], ..., None, :]
             case Part.ROW:
                 return leaf[None]
 
     @property
     def output_axes(self) -> int:
         """Number of leading axes of the view that the checkpoint's tensor has as one axis, its output features."""
-        two = (Part.K, Part.V, Part.HEADS, Part.INTERLEAVED)
-        return 3 if self in (Part.Q, Part.QKV) else 2 if self in two else 1
+        two = (Part.K, Part.V, Part.HEADS, Part.INTERLEAVED, Part.DELTA_Q, Part.DELTA_K, Part.CONV_Q, Part.CONV_K)
+        three = (Part.Q, Part.QKV, Part.DELTA_V, Part.DELTA_Z, Part.CONV_V)
+        return 4 if self is Part.GATED_Q else 3 if self in three else 2 if self in two else 1
 
 
 @dataclasses.dataclass(frozen=True)

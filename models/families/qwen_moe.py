@@ -23,10 +23,10 @@ RULES = (
 )
 
 
-def _experts(
+def experts(
     config: CheckpointConfig, num_layers: int, shared_size: int, *, num: int, per_token: int
 ) -> Experts | None:
-    """The experts; None if no layer has experts. num, per_token: the family's defaults."""
+    """The experts of a Qwen; None if no layer has experts. num, per_token: the family's defaults."""
     step = config.integer("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers", default=[])
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
@@ -54,7 +54,7 @@ def _qwen2_moe(config: CheckpointConfig) -> DecoderSpec:
         base,
         qkv_bias=config.flag("qkv_bias", True),
         sliding_window=config.layer_windows(window, sliding),
-        experts=_experts(
+        experts=experts(
             config, base.num_layers, config.integer("shared_expert_intermediate_size"), num=60, per_token=4
         ),
     )
@@ -70,7 +70,7 @@ def _qwen3_moe(config: CheckpointConfig) -> DecoderSpec:
         base,
         qk_norm=QKNorm.HEAD,
         sliding_window=() if window is None else (window,) * base.num_layers,
-        experts=_experts(config, base.num_layers, 0, num=128, per_token=8),
+        experts=experts(config, base.num_layers, 0, num=128, per_token=8),
     )
 
 

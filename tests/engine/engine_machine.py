@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions, StepError
 from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.request_group import RequestGroup
-from jpaged.engine.step_plan import TransferCosts
+from jpaged.engine.step_plan import RecurrentSizes, TransferCosts
 from jpaged.engine.strategies.beam_search import BeamSearch
 from jpaged.errors import RequestError
 from jpaged.kv_groups import max_blocks
@@ -127,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
         self, block_size, windows, model_len, longrope_switch_len, extra_blocks, rows, stages, extra_budget, caching,
         host_slots, costs, policy, partial, target_ms, failures, crowd,
     ) -> None:  # fmt: skip
+        windows, stages = self.kinds(windows, stages)
         need = max_blocks(windows, model_len, chunk=rows + extra_budget, block_size=block_size)
         self.runner = FakeRunner(
             num_blocks=need + extra_blocks,
@@ -143,6 +144,7 @@ class EngineMachine(RuleBasedStateMachine):
             transfer_costs=costs,
             fail_at=failures,
             salt_of=self.salt_of,
+            recurrent_sizes=self.recurrent_sizes(rows, crowd),
             **self.drafting(crowd, rows + extra_budget),
         )
         scheduling = SchedulingOptions(
@@ -167,6 +169,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.waits: collections.Counter[Request] = collections.Counter()  # turns in a row without a token
         self.reached: collections.Counter[str] = collections.Counter()
         self.crowd(crowd, 5)
+
+    def kinds(self, windows: tuple[int | None, ...], stages: int) -> tuple[tuple[int | None, ...], int]:
+        """Windows of the KV groups, and the number of pipeline stages."""
+        return windows, stages
+
+    def recurrent_sizes(self, rows: int, number: int) -> RecurrentSizes | None:
+        """Slots of recurrent state. number: decides them."""
+        return None
 
     def drafting(self, number: int, budget: int) -> dict[str, Any]:
         """More options of the fake device. number: decides them. budget: tokens of a step."""
@@ -305,6 +315,11 @@ class EngineMachine(RuleBasedStateMachine):
                 tokens = np.frombuffer(name.tokens, np.int32).tolist()
                 assert self.runner.host[slot][0].tolist() == tokens, "a name that lies about its slot"
         self.only_equal_beginnings_are_shared()
+        states = self.engine.scheduler.manager.states
+        if states is not None and not states._due:
+            for name, slot in states._named.items():
+                tokens = self.runner.states[slot][0][-self.runner.block_size :]
+                assert tokens == tuple(np.frombuffer(name.tokens, np.int32).tolist()), "a name that lies about a state"
 
     def only_equal_beginnings_are_shared(self) -> None:
         size, holders = self.runner.block_size, {}

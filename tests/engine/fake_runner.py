@@ -12,11 +12,14 @@ written to.
 5. A verify step writes its drafts into the pages like any token. The slots of rejected drafts become GARBAGE, which no
    later token may see.
 6. An adapter is a number, which changes every token of the model. A row reads it in its slot when it computes.
+7. With `recurrent_sizes`, a slot of recurrent state has the tokens that it was computed from, their salt, and the
+   oldest weights. A row's state must have all tokens before those that the row computes, as the pages have.
 """
 
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,6 +27,7 @@ from jpaged.engine.step_plan import (
     NO_ADAPTER,
     NOTHING_ALLOWED,
     BlockMove,
+    RecurrentSizes,
     ReplacedLeaves,
     RowInit,
     RowMask,
@@ -40,6 +44,10 @@ from jpaged.metrics import ProgramMetrics
 UNWRITTEN = -1
 UNSAMPLED = -9
 GARBAGE = 10**6  # a rejected draft, and what a verify step computes where no draft is known
+
+
+State: TypeAlias = tuple[tuple[int, ...], str, int]  # tokens, salt of the request, number of the oldest weights
+LOST: State = ((UNWRITTEN,), "", UNWRITTEN)
 
 
 class DeviceFailure(RuntimeError):
@@ -87,6 +95,7 @@ class FakeRunner:
     min_jump_per_request: float = 0.0
     max_drafts: int = 0
     num_adapter_slots: int = 0
+    recurrent_sizes: RecurrentSizes | None = None
     verify_sizes: tuple[int, ...] = ()
     decode_sizes: tuple[int, ...] = (4,)
     device_drafter: None = None
@@ -124,6 +133,8 @@ class FakeRunner:
         self.owners: list[object] = [None] * self.max_num_seqs  # of the last init
         self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> content of the block
         self.adapters: list[int | None] = [None] * self.num_adapter_slots
+        sizes = self.recurrent_sizes
+        self.states: list[State] = [LOST] * (0 if sizes is None else sizes.num_rows + sizes.num_snapshots)
 
     def program_metrics(self) -> ProgramMetrics:
         """Figures of programs that do not exist."""
@@ -173,6 +184,7 @@ class FakeRunner:
                     self.written_with[block, offset] = self.row_weights[row]
                     self.written_salt[block, offset] = self._salt(row)
         first_fork = len(plan.rows) - len(plan.forked_from)
+        before = self.lengths.copy()
         for init in plan.row_inits:  # after writing: a prefix may have been written in this very step
             self._find_weights(init, is_fork=init.row in plan.rows[first_fork:])
         for row, count in zip(plan.rows[:first_fork].tolist(), plan.num_tokens.tolist(), strict=False):
@@ -180,6 +192,9 @@ class FakeRunner:
                 self._compare_seen(row, kv_group)
             if plan.drafts is None:
                 self.lengths[row] += count
+        if self.states:
+            for row, tokens in zip(plan.rows[:first_fork].tolist(), ids, strict=False):
+                self._advance_state(row, int(before[row]), tokens)
         if plan.drafts is None:
             tokens = self._attend_last(plan, first_fork)
         else:
@@ -252,7 +267,19 @@ class FakeRunner:
             self.row_tokens[row, position] = GARBAGE
             self.pages[self.tables[:, row, position // self.block_size], position % self.block_size] = GARBAGE
 
+    def _advance_state(self, row: int, length: int, tokens: list[int]) -> None:
+        """Compute a row's state. Before, it must be that of the row's first `length` tokens."""
+        state = (tuple[int, ...](), self._salt(row), int(self.row_weights[row]))
+        if length:
+            state = self.states[row]
+            _, seen = self.seen(row, self.windows.index(None), length)
+            assert state == (tuple(seen.tolist()), self._salt(row), int(self.row_weights[row])), "another state"
+        self.states[row] = (state[0] + tuple(tokens), *state[1:])
+
     def _move(self, kind: BlockMove, source: int, target: int) -> None:
+        if kind is BlockMove.STATE:
+            self.states[target] = self.states[source]
+            return
         arrays = (self.pages, self.written_for, self.written_long, self.written_with, self.written_salt)
         if kind is BlockMove.TO_HOST:
             assert 0 <= target < self.host_slots
@@ -314,6 +341,7 @@ class FakeRunner:
         assert self._collected == len(self.plans), "a step is in flight"
         self.released, self.problem = True, "no weights: call update_weights" if discard else self.problem
         self.pages[:] = UNWRITTEN
+        self.states = [LOST] * len(self.states)
         self.written_for[:] = UNWRITTEN
         self.adapters = [None] * self.num_adapter_slots
 
@@ -346,6 +374,7 @@ class FakeRunner:
 
     def _fail(self, call: str) -> None:
         self.pages[:] = UNWRITTEN  # the real runner's state was donated to the failed step, and is lost too
+        self.states = [LOST] * len(self.states)
         self.adapters = [None] * self.num_adapter_slots
         raise DeviceFailure(call)
 

@@ -19,6 +19,7 @@ from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
 from jpaged.engine.kv_cache.prefix_finder import PrefixFinder
 from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
+from jpaged.engine.kv_cache.state_slots import StateSlots
 from jpaged.engine.request import OutputState
 from jpaged.engine.scheduling.draft_scheduler import DraftScheduler
 from jpaged.engine.scheduling.plan_builder import PlanBuilder
@@ -33,6 +34,7 @@ from jpaged.errors import EngineError
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import COUNTERS, EngineMachine
 from tests.engine.fake_runner import FakeRunner
+from tests.engine.hybrid_machine import HybridMachine
 from tests.engine.pool_machine import PoolMachine
 from tests.engine.speculating_machine import Grammar, SpeculatingMachine
 from tests.engine.weights_machine import MOMENTS, WeightsMachine
@@ -75,6 +77,15 @@ ADAPTER_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 def adapter_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """Register a function that plants a bug of LoRA adapters."""
     ADAPTER_BUGS[plant.__name__] = plant
+    return plant
+
+
+STATE_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def state_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Register a function that plants a bug of recurrent state."""
+    STATE_BUGS[plant.__name__] = plant
     return plant
 
 
@@ -571,6 +582,76 @@ def _keep_the_prefix_index(patch):
     patch.setattr(block_namer.BlockNamer, "note_new_weights", note_and_keep)
 
 
+@state_bug
+def a_snapshot_a_token_late(patch):
+    """It is copied after the next step."""
+    note = StateSlots.note_decode
+
+    def note_late(states, request):
+        before = len(states._due)
+        note(states, request)
+        states._late += states._due[before:]
+        del states._due[before:]
+
+    patch.setattr(StateSlots, "note_decode", note_late)
+
+
+@state_bug
+def a_state_that_is_not_reset(patch):
+    """A row continues with the state of the request before, where its own begins at position 0."""
+    advance = FakeRunner._advance_state
+
+    def keep(runner, row, length, tokens):
+        old = runner.states[row]
+        advance(runner, row, length, tokens)
+        if not length and old[0] != (-1,):
+            runner.states[row] = (old[0] + tuple(tokens), *runner.states[row][1:])
+
+    patch.setattr(FakeRunner, "_advance_state", keep)
+
+
+@state_bug
+def a_hit_in_kv_but_not_in_state(patch):
+    """The prefix ends where the KV ends. The row keeps the state that it has."""
+    patch.setattr(StateSlots, "longest", lambda states, request, blocks: blocks)
+    patch.setattr(StateSlots, "restore", lambda states, request: None)
+
+
+@state_bug
+def a_prefix_whose_state_is_not_restored(patch):
+    """The snapshot is found, and not copied."""
+    patch.setattr(StateSlots, "restore", lambda states, request: None)
+
+
+@state_bug
+def a_fork_without_its_state(patch):
+    """It has the blocks of its parent only."""
+    patch.setattr(StateSlots, "fork", lambda states, parent, fork, *, after_step: None)
+
+
+@state_bug
+def a_fork_copied_before_its_step(patch):
+    """The state lacks the last chunk of the prompt."""
+    fork = StateSlots.fork
+    patch.setattr(StateSlots, "fork", lambda states, parent, other, *, after_step: fork(
+        states, parent, other, after_step=False
+    ))  # fmt: skip
+
+
+@state_bug
+def a_snapshot_slot_used_twice(patch):
+    """A pending snapshot's slot is free."""
+    take = StateSlots._take
+
+    def take_and_free(states):
+        slot = take(states)
+        if slot is not None:
+            states._free.insert(0, slot)
+        return slot
+
+    patch.setattr(StateSlots, "_take", take_and_free)
+
+
 # The gate looks for all of them. Those here are found in less than a second each.
 QUICK = [name for name in list(BUGS)[::6] if name != "a_slot_freed_before_it_is_read"]
 
@@ -612,6 +693,16 @@ QUICK_WEIGHT_BUGS = (
 )
 def test_a_planted_bug_of_weight_updates_is_found(name, monkeypatch):
     _find(name, WEIGHT_BUGS[name], WeightsMachine, monkeypatch)
+
+
+QUICK_STATE_BUGS = ("a_snapshot_a_token_late", "a_state_that_is_not_reset", "a_hit_in_kv_but_not_in_state")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_STATE_BUGS)) for name in STATE_BUGS]
+)
+def test_a_planted_bug_of_recurrent_state_is_found(name, monkeypatch):
+    _find(name, STATE_BUGS[name], HybridMachine, monkeypatch)
 
 
 def _find(name, plant, machine, patch):

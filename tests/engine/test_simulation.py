@@ -6,6 +6,7 @@ from hypothesis import settings
 
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
+from tests.engine.hybrid_machine import HybridMachine
 from tests.engine.speculating_machine import SpeculatingMachine
 from tests.engine.weights_machine import WeightsMachine
 
@@ -41,6 +42,17 @@ class TestAdapters(AdapterMachine.TestCase):
 @pytest.mark.slow
 class TestAdaptersLonger(AdapterMachine.TestCase):
     settings = settings(max_examples=60, stateful_step_count=40)
+
+
+class TestHybrid(HybridMachine.TestCase):
+    """With recurrent layers. The gate runs TestHybridLonger too."""
+
+    settings = settings(max_examples=5, stateful_step_count=30)
+
+
+@pytest.mark.slow
+class TestHybridLonger(HybridMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=40)
 
 
 class TestWeights(WeightsMachine.TestCase):

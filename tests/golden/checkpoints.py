@@ -56,8 +56,9 @@ def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
     tensors = {name: _values(name, shape, seed) for name, shape in shapes.items() if name not in packed}
     for name in packed:
         tensors |= _fp8_values(name, shapes[name], seed)
-    if variant.config["model_type"].startswith("gemma"):  # its norms add one to the weights
-        tensors |= {name: values - np.float32(1) for name, values in tensors.items() if "norm" in name}
+    if variant.config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5")):  # norms that add one to the weights
+        offset = [name for name in tensors if "norm" in name and "linear_attn" not in name]
+        tensors |= {name: tensors[name] - np.float32(1) for name in offset}
     return write_safetensors(folder / "model.safetensors", tensors, frozenset(packed))
 
 
@@ -121,6 +122,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
+    elif "conv1d" in name:
+        deviation = 1 / math.sqrt(shape[2])
     elif len(shape) == 3:  # all experts, [in, out] each
         deviation = 1 / math.sqrt(shape[1])
     else:
@@ -210,6 +213,14 @@ def _bloom(name: str, **changes: Any) -> Variant:
     return Variant(name, config | changes)
 
 
+_DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3, "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_DELTA_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}
 _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
@@ -444,6 +455,17 @@ VARIANTS = (
          intermediate_size_mlp=96, num_local_experts=6, num_experts_per_tok=2, interleave_moe_layer_step=1,
          no_rope_layers=[1, 0], attention_chunk_size=48, attn_temperature_tuning=False, use_qk_norm=False,
          **_rope("default")),
+    # values of gated DeltaNet: 2 for each key, 1 for each, 3 for each
+    _kin("qwen3-next", "Qwen3NextForCausalLM", "qwen3_next", **_DELTA, **_DELTA_EXPERTS, norm_topk_prob=True,
+         **_rope("default", partial_rotary_factor=0.5)),
+    _kin("qwen3-next-dense-layer", "Qwen3NextForCausalLM", "qwen3_next",
+         **_DELTA | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}, **_DELTA_EXPERTS,
+         norm_topk_prob=False, mlp_only_layers=[1], rope_theta=500000.0),
+    _kin("qwen3.5", "Qwen3_5ForCausalLM", "qwen3_5_text", **_DELTA | {"linear_num_value_heads": 6},
+         tie_word_embeddings=True,
+         **_rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)),
+    _kin("qwen3.5-moe", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **_DELTA, **_DELTA_EXPERTS,
+         **_rope("default", partial_rotary_factor=0.5)),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -468,7 +490,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
-    "laguna", "llama4_text",
+    "laguna", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 
 

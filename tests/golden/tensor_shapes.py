@@ -44,6 +44,11 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         linears = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         if kind == "phi3":
             linears = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
+        if "linear_num_key_heads" in c:
+            linears["q_proj"] = (2 * q, hidden)
+            if c["layer_types"][i] == "linear_attention":
+                shapes |= _delta_shapes(c, at)
+                linears = {}
         no_o_bias = kind in ("qwen2", "seed_oss", "glm4", "glm4_moe")
         for name, shape in linears.items():
             shapes[f"{at}self_attn.{name}.weight"] = shape
@@ -57,7 +62,7 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if kind == "laguna":
             shapes[f"{at}self_attn.g_proj.weight"] = (q // dim if c["gating"] is True else q, hidden)
         if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "hy_v3", "laguna") or (
-            kind == "glm4_moe" and c.get("use_qk_norm")
+            (kind == "glm4_moe" and c.get("use_qk_norm")) or ("linear_num_key_heads" in c and linears)
         ):
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
         if kind == "hunyuan_v1_dense":
@@ -94,6 +99,23 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if c.get("lm_head_bias"):
         shapes["lm_head.bias"] = (c["vocab_size"],)
     return shapes
+
+
+def _delta_shapes(c: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a gated DeltaNet of Qwen3-Next or Qwen3.5."""
+    hidden, at = c["hidden_size"], f"{at}linear_attn."
+    v_heads, dim = c["linear_num_value_heads"], c["linear_key_head_dim"]
+    keys, values = 2 * c["linear_num_key_heads"] * dim, v_heads * dim
+    rows = {"in_proj_qkv": keys + values, "in_proj_z": values, "in_proj_b": v_heads, "in_proj_a": v_heads}
+    if c["model_type"] == "qwen3_next":
+        rows = {"in_proj_qkvz": keys + 2 * values, "in_proj_ba": 2 * v_heads}
+    return {f"{at}{name}.weight": (size, hidden) for name, size in rows.items()} | {
+        f"{at}conv1d.weight": (keys + values, 1, c["linear_conv_kernel_dim"]),
+        f"{at}A_log": (v_heads,),
+        f"{at}dt_bias": (v_heads,),
+        f"{at}norm.weight": (dim,),
+        f"{at}out_proj.weight": (hidden, values),
+    }
 
 
 def _gpt2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -238,7 +260,13 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
         return _ernie_expert_shapes(c, layer, f"{at}mlp.")
     if kind == "hy_v3":
         return _hunyuan_expert_shapes(c, layer, f"{at}mlp.")
-    if kind not in ("qwen2_moe", "qwen3_moe", "olmoe", *_LIKE_DEEPSEEK):
+    if kind == "qwen3_5_moe_text":
+        num, inter = c["num_experts"], c["moe_intermediate_size"]
+        shapes = {f"{at}mlp.gate.weight": (num, hidden), f"{at}mlp.shared_expert_gate.weight": (1, hidden)}
+        shapes[f"{at}mlp.experts.gate_up_proj"] = (num, 2 * inter, hidden)
+        shapes[f"{at}mlp.experts.down_proj"] = (num, hidden, inter)
+        return shapes | _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
+    if kind not in ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_LIKE_DEEPSEEK):
         return None
     if kind in _LIKE_DEEPSEEK:
         num, dense = c["n_routed_experts"], layer < c["first_k_dense_replace"]
@@ -254,7 +282,7 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
         num = 0
     for e in range(num):
         shapes |= _gated_feed_forward(f"{at}mlp.experts.{e}", hidden, inter)
-    if kind == "qwen2_moe":
+    if kind in ("qwen2_moe", "qwen3_next"):
         shapes |= _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
         shapes[f"{at}mlp.shared_expert_gate.weight"] = (1, hidden)
     if kind in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):

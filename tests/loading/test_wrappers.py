@@ -30,8 +30,10 @@ CASES = {
     "ministral3": ("Mistral3ForConditionalGeneration", "ministral3"),
     "mistral4": ("Mistral3ForConditionalGeneration", "mistral4"),
     "deepseek-v3": ("KimiK25ForConditionalGeneration", "kimi_k2"),
+    "qwen3.5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 }
-NEWER = ("llama4", "ministral3", "mistral4")
+NEWER = ("llama4", "ministral3", "mistral4", "qwen3.5", "qwen3.5-moe")
 # The published text_config of google/gemma-3-4b-it, and that of mistralai/Mistral-Small-3.1-24B-Instruct-2503.
 GEMMA = {
     "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
@@ -42,6 +44,14 @@ MISTRAL = {
     "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
     "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
     "sliding_window": None, "use_cache": True, "vocab_size": 131072,
+}  # fmt: skip
+# The sizes of Qwen/Qwen3.5-27B that differ from Transformers' defaults. Those of Qwen/Qwen3.5-35B-A3B are the defaults.
+QWEN = {
+    "attn_output_gate": True, "full_attention_interval": 4, "hidden_size": 5120, "intermediate_size": 17408,
+    "linear_num_value_heads": 48, "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
+    "num_attention_heads": 24, "num_hidden_layers": 64, "tie_word_embeddings": False,
+    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                        "rope_theta": 10000000, "rope_type": "default"},
 }  # fmt: skip
 
 
@@ -112,13 +122,17 @@ def test_it_is_planned_converted_and_drawn_like_the_text_model(tmp_path: Path) -
     [
         ("Gemma3ForConditionalGeneration", GEMMA, 3_880_263_168),
         ("Mistral3ForConditionalGeneration", MISTRAL, 23_572_403_200),
+        ("Qwen3_5ForConditionalGeneration", QWEN, 26_895_998_464),
+        ("Qwen3_5MoeForConditionalGeneration", {"model_type": "qwen3_5_moe_text"}, 34_660_610_688),
     ],
 )
 def test_published_configs(wrapper: str, text: dict[str, Any], parameters: int) -> None:
     """The numbers of parameters are those of the published text models."""
     spec = spec_of({"architectures": [wrapper], "text_config": text})
     assert sum(leaf.size for leaf in jax.tree.leaves(param_shapes(spec, np.float32))) == parameters
-    if text is GEMMA:
+    if text["model_type"].startswith("qwen"):
+        assert (sum(spec.recurrent), spec.rope.partial) == (spec.num_layers * 3 // 4, 0.25)
+    elif text is GEMMA:
         assert (spec.max_position, spec.rope.factor, spec.num_kv_heads) == (131_072, 8.0, 4)
     else:
         assert spec.sliding_window == ()

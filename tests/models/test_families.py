@@ -92,6 +92,11 @@ CHANGES = {
     "mixtral": [("renormalise", False), ("per_token", 1)],
     "qwen2-moe": [("renormalise", True), ("shared_gate", False), ("shared_size", 0)],
     "qwen3-moe": [("renormalise", False), ("per_token", 3)],
+    "qwen3-next": [
+        {"qk_norm": None}, {"norm": Norm.RMS}, {"rope": Rope()}, ("renormalise", False),
+        ("shared_gate", False),
+    ],
+    "qwen3.5": [{"norm": Norm.RMS}, {"rope": Rope()}],
     "gpt-oss": [
         {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
         {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),

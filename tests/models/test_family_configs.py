@@ -218,6 +218,14 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("laguna", {"gating": "none"}, "gating='none' is not supported"),
         ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
         ("llama4", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of a Llama 4 must be llama3"),
+        ("qwen3-next", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        ("qwen3.5", {"linear_value_head_dim": 32}, "linear_value_head_dim=32 is not supported"),
+        ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of linear_num_key_"),
+        ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be a whole number from 2"),
+        ("qwen3.5", {"layer_types": ["linear_attention"] * 3}, "layer_types=.*, and both of them"),
+        ("qwen3.5-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
     ],
 )
 def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:

@@ -53,6 +53,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
     "Hy3": ("hy_v3", {}, 295_033_543_488),
     "MiniMax-M2": ("minimax_m2", {"rotary_dim": 64}, 228_689_764_864),
     "Laguna (Transformers' defaults)": ("laguna", {}, 33_189_975_808),
+    "Qwen3-Next-80B-A3B": ("qwen3_next", {"intermediate_size": 5120}, 79_674_391_296),
     "Kimi-K2": (
         "deepseek_v3",
         {"first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,

@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.spec import DecoderSpec, Experts, Latent, Rope, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, GatedDelta, Latent, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
@@ -42,6 +42,8 @@ LATENT = dataclasses.replace(
 # Six layers of two kinds, in three KV groups over two page arrays. Three layers write and read each array in turn.
 MIXED = (96, 96, None, 96, 96, None)
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
+# Two recurrent layers, whose slots take far more bytes than the state of all rows
+DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=64, conv_width=4), 256
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
 PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
 
@@ -64,9 +66,11 @@ def dtype_of(target):
     return jnp.dtype("float32" if target == "cpu" and old else "bfloat16")
 
 
-def sizes(blocks):
+def sizes(blocks, snapshots=0):
     """Sizes of the device state."""
-    return StateSizes(blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens, ROWS)
+    return StateSizes(
+        blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens, ROWS, snapshots=snapshots
+    )
 
 
 def placement_on(target):
@@ -76,14 +80,17 @@ def placement_on(target):
 
 
 @functools.cache
-def compiled(target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None):
+def compiled(
+    target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, delta=None
+):
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
-    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts)
-    kv_groups = group_layers(spec.windows, spec.max_position)
+    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts, delta=delta)
+    kv_groups = group_layers(spec.windows, spec.max_position, spec.recurrent)
     shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     if target != "cpu":
         mesh = (V5E if target.startswith("v5e") else H200).tracing()
-    state = state_shapes(spec, kv_groups, sizes(blocks), dtype=dtype, placement=placement)
+    snapshots = 0 if delta is None else SNAPSHOTS
+    state = state_shapes(spec, kv_groups, sizes(blocks, snapshots), dtype=dtype, placement=placement)
     params = placement.shapes_of(param_shapes(spec, dtype))
     with mesh:
         return compile_forward(
@@ -153,6 +160,18 @@ def test_pages_of_several_kv_groups_are_not_copied(target, shape):
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < limit(target)
     assert memory.alias_size_in_bytes >= 2 * pool_bytes(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=str)
+def test_recurrent_state_is_not_copied(shape):
+    """On CPU. Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
+    program = compiled("cpu", shape, delta=DELTA)
+    slots = (ROWS + SNAPSHOTS) * DELTA.v_heads * DELTA.head_dim**2 * 4
+    assert large_moves(program.as_text(), slots // 2) == []
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < slots
+    assert memory.alias_size_in_bytes >= 2 * slots + pool_bytes("cpu")
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])

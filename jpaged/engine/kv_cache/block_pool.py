@@ -16,12 +16,15 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.step_plan import BlockMove
 from jpaged.errors import EngineError
 from jpaged.metrics import SharingMetrics
+
+if TYPE_CHECKING:
+    from jpaged.engine.kv_cache.state_slots import StateSlots
 
 
 def prefix_root(*, adapter: str = "", weight_version: int = 0, salt: str = "") -> bytes:
@@ -69,7 +72,8 @@ class BlockPool:
         self.num_free = num_blocks
         self.peak_used = 0
         self.host_tier = host_tier
-        self.moves: list[tuple[BlockMove, int, int]] = []  # moves for the next plan, in order
+        self.state_slots: StateSlots | None = None  # None: the model has no recurrent layers
+        self.moves: list[tuple[BlockMove, int, int]] = []  # moves of blocks for the next plan, in order
         self.step = 0  # number of the step being planned; the scheduler counts it up
         self._ref_counts = [0] * num_blocks
         self._names: list[BlockName | None] = [None] * num_blocks
@@ -200,11 +204,13 @@ class BlockPool:
         self._names = [None] * self.num_blocks
         if self.host_tier is not None:
             self.host_tier.forget_all()
+        if self.state_slots is not None:
+            self.state_slots.forget_all()
 
     def take_moves(self) -> list[tuple[BlockMove, int, int]]:
         """All moves since the last call, in order: (kind, from, to)."""
         moves, self.moves = self.moves, []
-        return moves
+        return moves if self.state_slots is None else moves + self.state_slots.take_moves()
 
     def reset_peak(self) -> None:
         """Set the peak of used blocks to the number used now."""

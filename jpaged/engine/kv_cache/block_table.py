@@ -36,6 +36,10 @@ class KVState:
     num_held: int = 0             # blocks held in all kv_groups
     release_at: int = NEVER       # number of computed tokens at which a block leaves its window
     tail_shared: bool = False     # the block that the next token is written to may be shared with a fork
+    # with recurrent layers; see `StateSlots`
+    branch_blocks: int = 0            # blocks of the prefix whose KV was found, also without a state at its end
+    snapshot_slot: int | None = None  # of the pending snapshot
+    snapshot_blocks: int = 0          # computed blocks at the pending snapshot
 
     def make_private(self, secret: bytes) -> None:
         """Hide the request's blocks from all other requests except its forks, by names that only they know."""

@@ -25,8 +25,9 @@ from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_integrity import check_block_tables
 from jpaged.engine.kv_cache.prefix_finder import ON_HOST, Prefix, PrefixFinder
 from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
+from jpaged.engine.kv_cache.state_slots import StateSlots
 from jpaged.engine.request import Request
-from jpaged.engine.step_plan import TransferCosts
+from jpaged.engine.step_plan import RecurrentSizes, TransferCosts
 from jpaged.errors import EngineError
 from jpaged.kv_groups import max_blocks
 
@@ -44,6 +45,7 @@ class KVCacheManager:
         host_slots: int = 0,
         transfer_costs: TransferCosts | None = None,
         weight_version: int = 0,
+        recurrent_sizes: RecurrentSizes | None = None,
     ):
         """Create an empty pool.
 
@@ -52,10 +54,13 @@ class KVCacheManager:
         host_slots:     blocks that fit into the host tier; 0: there is none.
         transfer_costs: measured cost of moving blocks to the host and back; None: moving costs nothing.
         weight_version: number of weight updates before. It is part of every block's name.
+        recurrent_sizes:    slots for the state of recurrent layers; None: the model has no such layers.
         """
         pays = transfer_costs is None or transfer_costs.keeping_pays(block_size)
         tier = HostTier(host_slots) if host_slots and pays else None
         self.pool = BlockPool(num_blocks, len(windows), tier)
+        self.states = None if recurrent_sizes is None else StateSlots(recurrent_sizes, block_size)
+        self.pool.state_slots = self.states
         self.block_size = block_size
         self.windows = tuple(windows)
         self.num_held = 0    # blocks in all block tables; a shared block counts once per table
@@ -106,6 +111,7 @@ class KVCacheManager:
         kv.num_held = sum(len(tail) for tail in prefix.tails)
         kv.num_slots = prefix.num_blocks * self.block_size
         kv.num_indexed_blocks = prefix.num_blocks
+        kv.branch_blocks = prefix.branch_blocks
         kv.release_at = self._sliding.release_at(kv.block_tables)
         self.num_held += kv.num_held
         return kv.num_slots
@@ -140,6 +146,8 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Free all blocks of a request. The caller resets `num_computed` afterwards."""
         kv = request.kv
+        if self.states is not None:
+            self.states.leave(request)
         self.pool.free(_interleaved([table.held for table in kv.block_tables]))
         self.num_held -= kv.num_held
         self.num_empty -= kv.num_slots - request.schedule.num_computed
@@ -272,6 +280,8 @@ class KVCacheManager:
         """Raise EngineError unless pool, block tables of the running requests, and counts agree."""
         self.pool.check()
         check_block_tables(self.pool, self._sliding, running)
+        if self.states is not None:
+            self.states.check(running)
         held = sum(request.kv.num_held for request in running)
         empty = sum(request.kv.num_slots - request.schedule.num_computed for request in running)
         if (self.num_held, self.num_empty) != (held, empty):

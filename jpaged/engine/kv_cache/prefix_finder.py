@@ -20,6 +20,7 @@ class Prefix:
     num_blocks: int               # length of the prefix, in blocks of tokens
     tails: tuple[list[int], ...]  # per kv_group: the last blocks of the prefix, up to its window
     num_on_host: int = 0          # entries of `tails` that are ON_HOST
+    branch_blocks: int = 0        # as num_blocks, if recurrent layers did not need a state at its end
 
     @property
     def num_on_device(self) -> int:
@@ -42,7 +43,8 @@ class PrefixFinder:
 
         A kv_group without a window needs all blocks of the prefix. A kv_group with a window needs the blocks that the
         first token after the prefix sees. The prefix has at most `Request.max_cached_tokens` tokens. Blocks of the host
-        tier count if fetching them is faster than recomputing them.
+        tier count if fetching them is faster than recomputing them. With recurrent layers, the prefix ends at a
+        snapshot of their state.
         """
         if request.skips_prefix_cache or not self._windows.windows:
             return self.no_prefix
@@ -80,8 +82,16 @@ class PrefixFinder:
         return ON_HOST if block is None and self._pool.find_on_host(name) else block
 
     def _find(self, request: Request, find: FindBlock) -> Prefix:
+        """The longest prefix by `find`, in KV and in state."""
+        longest = prefix = self._find_blocks(request, request.max_cached_tokens // self._windows.block_size, find)
+        states = self._pool.state_slots
+        while states is not None and (length := states.longest(request, prefix.num_blocks)) < prefix.num_blocks:
+            prefix = self._find_blocks(request, length, find)
+        return dataclasses.replace(prefix, branch_blocks=longest.num_blocks)
+
+    def _find_blocks(self, request: Request, length: int, find: FindBlock) -> Prefix:
+        """The longest prefix of at most `length` blocks whose KV `find` finds."""
         windows = self._windows
-        length = request.max_cached_tokens // windows.block_size
         tails: list[list[int]] = [[] for _ in windows.windows]
         for kv_group, window in enumerate(windows.windows):
             if window is None:

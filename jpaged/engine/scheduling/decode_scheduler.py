@@ -121,6 +121,8 @@ class DecodeScheduler:
         needs_block = computed == kv.num_slots or kv.tail_shared
         if needs_block and not self._preemption.grow(request, computed, 1, selection):
             return
+        if self._manager.states is not None and computed % self._manager.block_size == 0:
+            self._manager.states.note_decode(request)
         schedule.num_computed = computed + 1
         schedule.num_in_flight += 1
         selection.decodes.append(request)

@@ -14,10 +14,11 @@ class Forks:
         self._running = state.running
         self._decodes = decodes
 
-    def fork(self, parent: Request, fork: Request) -> None:
+    def fork(self, parent: Request, fork: Request, *, after_step: bool = False) -> None:
         """Let `fork` continue from where `parent` is. `fork` neither runs nor waits, and has the parent's token ids.
 
         If the parent has no blocks, or no row is free, the fork waits like a preempted request.
+        after_step: the parent is where it is after the step that is being planned.
         """
         schedule = fork.schedule
         self._manager.names.inherit(fork, parent)
@@ -27,6 +28,8 @@ class Forks:
             self._manager.fork(parent, fork)
             schedule.num_computed = parent.schedule.num_computed
             self._running.enter(fork)
+            if self._manager.states is not None:
+                self._manager.states.fork(parent, fork, after_step=after_step)
         else:
             schedule.status = RequestStatus.PREEMPTED
             self._waiting.add(fork)
@@ -45,7 +48,7 @@ class Forks:
             self._manager.names.inherit(follower, parent)
             self._waiting.add(follower)
             return False
-        self.fork(parent, follower)
+        self.fork(parent, follower, after_step=True)
         self._decodes.note_sampled(follower)
         parent.schedule.next_boundary = follower.schedule.next_boundary = 0  # both may share their last block now
         return True

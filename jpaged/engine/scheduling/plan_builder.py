@@ -172,6 +172,8 @@ class PlanBuilder:
     def _add_chunk(self, rows: _PromptRows, request: Request, num_tokens: int) -> None:
         schedule = request.schedule
         first, end = schedule.num_computed, schedule.num_computed + num_tokens
+        if self._manager.states is not None:
+            self._manager.states.note_chunk(request)
         if schedule.row_is_new:
             self._start_row(rows, request)
         if request.scores_prompt:
@@ -243,9 +245,9 @@ class PlanBuilder:
         return loads
 
     def _moves(self) -> np.ndarray:
-        if not self._manager.pool.moves:
-            return _NO_MOVES
         moves, counters = self._manager.pool.take_moves(), self._counters
+        if not moves:
+            return _NO_MOVES
         for kind, _, _ in moves:
             counters.copied_blocks += kind == BlockMove.COPY
             counters.blocks_to_host += kind == BlockMove.TO_HOST

@@ -185,12 +185,18 @@ class PromptScheduler:
                 counters.prompt_tokens += request.prompt_len
                 counters.prefix_hit_tokens += schedule.num_computed
         self._running.enter(request)
+        if self._manager.states is not None:
+            self._manager.states.restore(request)
         selection.prompts.append(request)
         self._add_chunk(request, count, selection)
         self._manager.names.index_computed(request, selection.end(request))
 
     def _add_chunk(self, request: Request, count: int, selection: StepSelection) -> None:
-        """Add up to `count` more known tokens of a request, limited by the blocks that it can get."""
+        """Add up to `count` more known tokens of a request, limited by the blocks that it can get, and by snapshots."""
+        if self._manager.states is not None:
+            count = self._manager.states.chunk_size(request, selection.end(request), count)
+            if not count:
+                return
         count = self._preemption.grow(request, selection.end(request), count, selection)
         if count:
             selection.add_chunk(request, count)

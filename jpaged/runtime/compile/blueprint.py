@@ -504,7 +504,8 @@ def _kernels(model: ServedModel) -> tuple[str, ...]:
     """Modules of the native kernels that a model's programs may call on CPU."""
     quantized = any(weight.layout == "tiles" for weight in quantized_parts(model.params))
     return kernels_of_model(
-        quantized=quantized, experts=model.spec.experts is not None, adapters=model.adapters is not None
+        quantized=quantized, experts=model.spec.experts is not None, adapters=model.adapters is not None,
+        convolutions=any(model.spec.recurrent), scans=any(model.spec.recurrent),
     )
 
 

@@ -31,6 +31,8 @@ from pallas_kernels import QuantizedWeight
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 2**30  # maximum of the default KV pool on CPU; other programs need memory, too
+# Snapshots of recurrent state: at most this many for each row, and at most this share of the KV pool's bytes
+SNAPSHOTS_PER_ROW, SNAPSHOT_SHARE = 4, 4
 MAX_LOGPROB_BYTES = 2**28  # maximum size of the ids and log-probabilities that a step downloads
 
 
@@ -47,6 +49,7 @@ class Limits:
     custom: int = 0       # parameters of all custom logits processors
     samples: bool = True  # False: not the last pipeline stage, so no `lm_head`
     text_shapes: tuple[TextShape, ...] = ()  # of an encoder's programs; (): a decoder
+    num_snapshots: int = 0  # of the state of recurrent layers
 
     @property
     def state_tokens(self) -> int:
@@ -73,6 +76,7 @@ class Limits:
         return StateSizes(
             num_blocks, self.block_size, rows=self.max_num_seqs, width=self.width, tokens=self.state_tokens,
             program_rows=self.program_rows, custom=self.custom, samples=self.samples,
+            snapshots=self.num_snapshots,
         )  # fmt: skip
 
     @property
@@ -120,6 +124,23 @@ class MemoryPlan:
     table_bytes: int  # device state without the pages
     drafter: DrafterBytes = NO_DRAFTER
     adapter_bytes: int = 0  # pools of LoRA adapters
+    slot_bytes: int = 0     # state of all recurrent layers, of one row or snapshot; all slots are part of `table_bytes`
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of recurrent layers, for all rows and snapshots."""
+        return (self.limits.max_num_seqs + self.limits.num_snapshots) * self.slot_bytes
+
+    @property
+    def state_note(self) -> str:
+        """Number and size of the slots of recurrent layers."""
+        rows, snapshots = self.limits.max_num_seqs, self.limits.num_snapshots
+        return f"{rows:,} rows and {snapshots:,} snapshots, {self.slot_bytes:,} bytes each"
+
+    @property
+    def snapshot_interval(self) -> int:
+        """Blocks of a prompt between two snapshots: a snapshot takes at most as many bytes as their KV."""
+        return max(1, -(-self.slot_bytes // self.block_bytes))
 
     @property
     def drafter_bytes(self) -> int:
@@ -135,9 +156,11 @@ class MemoryPlan:
         rows = [
             ("weights", self.weight_bytes, ""),
             ("KV pool", self.kv_bytes, f"{self.num_blocks} blocks of {self.limits.block_size} tokens"),
-            ("request table", self.table_bytes, f"{self.limits.max_num_seqs} rows"),
+            ("request table", self.table_bytes - self.state_bytes, f"{self.limits.max_num_seqs} rows"),
             ("temporaries", self.temp_bytes, "of the largest program"),
         ]
+        if self.state_bytes:
+            rows.append(("recurrent state", self.state_bytes, self.state_note))
         if self.drafter_bytes:
             rows.append(("drafter", self.drafter_bytes, f"{self.drafter.block} bytes per block"))
         if self.adapter_bytes:
@@ -194,6 +217,7 @@ _PARTS = {
     "attention": (
         "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
     ),
+    "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
@@ -255,6 +279,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
 
     Raises ModelLoadError for an option that does not fit the model or another option.
     """
+    refuse_with_state(spec, config)
     on_cpu = platform == "cpu"
     if spec.encoder is not None:
         return _encoder_limits(spec, config, platform)
@@ -292,7 +317,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(
             f"block_size={block_size}: must divide attention_chunk_size={chunk} of the model's config.json"
         )
-    kv_groups = group_layers(spec.windows, max_model_len)
+    kv_groups = group_layers(spec.windows, max_model_len, spec.recurrent)
     return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
 
 
@@ -332,6 +357,25 @@ _DECODERS_ONLY: dict[str, Any] = {
 }  # fmt: skip
 
 
+def refuse_with_state(spec: DecoderSpec, config: EngineConfig) -> None:
+    """Raise ModelLoadError for an option that does not work with recurrent layers."""
+    if not any(spec.recurrent):
+        return
+    defaults = EngineConfig(model=config.model)
+    for name in NOT_WITH_STATE:
+        if (value := getattr(config, name)) != getattr(defaults, name):
+            raise ModelLoadError(
+                f"{name}={value!r}: does not work with the recurrent layers of this model yet: leave it out"
+            )
+
+
+# Options that split, hand over or take back tokens or arrays of a layer's state, which is not built
+NOT_WITH_STATE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
+    "speculative_config", "enable_lora", "prefill_engines", "kv_handover",
+)  # fmt: skip
+
+
 def _positive(name: str, value: int | None, default: int) -> int:
     if value is None:
         return default
@@ -365,6 +409,14 @@ def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_
 def table_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype) -> int:
     """Bytes of the device state without the pages: request table, block tables, hidden states of a step, extras."""
     return bytes_without_pages(state_shapes(spec, limits.kv_groups, limits.state_sizes(1), dtype=dtype))
+
+
+def slot_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:
+    """Bytes of the state of all recurrent layers, of one row or snapshot. 0: the model has no such layers."""
+    if spec.delta is None:
+        return 0
+    inputs, matrices = spec.delta.state_shapes()
+    return sum(spec.recurrent) * (math.prod(inputs) * dtype.itemsize + math.prod(matrices) * 4)
 
 
 def fit(
@@ -407,6 +459,11 @@ def fit(
         shorter = dataclasses.replace(limits, max_model_len=length)
         return shorter.blocks_per_request * per_block <= pool_of(shorter)
 
+    of_slot = slot_bytes(spec, dtype)
+    if of_slot and config.enable_prefix_caching:
+        spare = max(0, pool_of(limits) - limits.blocks_per_request * per_block)
+        snapshots = min(SNAPSHOTS_PER_ROW * limits.max_num_seqs, spare // SNAPSHOT_SHARE // of_slot)
+        limits = dataclasses.replace(limits, num_snapshots=snapshots)
     available = pool_of(limits)
     num_blocks = available // per_block
     if num_blocks >= limits.blocks_per_request:
@@ -434,7 +491,7 @@ def fit(
         limits = dataclasses.replace(limits, max_model_len=longest)
         num_blocks = pool_of(limits) // per_block
     tables = table_bytes(spec, limits, dtype)
-    return MemoryPlan(limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter, adapter_bytes)
+    return MemoryPlan(limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter, adapter_bytes, of_slot)
 
 
 def round_down(num_blocks: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jpaged.engine.step_plan import FROM_DEVICE, NO_ADAPTER, StepPlan, num_guesses
+from jpaged.models.recurrent import StateRows
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, DeviceState, Field, Leaf, adapter_slots, row_values
 
@@ -198,6 +199,7 @@ class Batch:
     # where 0 is the row's last token and i is draft i; the draft, -1 at index 0 and where no draft is known
     checked: Leaf | None = None
     adapter_slots: Leaf | None = None  # int32[tokens]  slot of each token's adapter; None: the engine has none
+    state_rows: StateRows | None = None  # for recurrent layers; None: the model has none
 
 
 def build_batch(
@@ -266,6 +268,7 @@ def build_batch(
         rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
         checked=checked,
         adapter_slots=jnp.where(real, adapter_slots(fields)[token_row], NO_ADAPTER) if adapters else None,
+        state_rows=StateRows(rows, length, query_start_loc, shape.max_query_len) if state.recurrent else None,
     )
     return state.replace(table=table, blocks=blocks), batch
 

@@ -1,4 +1,4 @@
-"""Block moves between steps: copy on write, and transfers to and from the host tier.
+"""Moves between steps: copy on write, transfers to and from the host tier, and copies of recurrent state.
 
 Moves are separate programs, compiled before ready and run only when needed. Inside a forward program they would add one
 kernel per layer to every step. The device runs programs in the order of dispatch: a block is copied after the step that
@@ -26,10 +26,12 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, formats
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages
+from pallas_kernels.set_rows import set_rows
 
 logger = logging.getLogger(__name__)
 
 COPY_BUCKETS = (8, 64)  # blocks per copy program: 8 for the forks of a step, 64 for a wide beam search
+STATE_BUCKET = 4  # states per program that copies them. Each has megabytes in a large model
 HOST_BUCKET = 16  # blocks per program that moves them to the host or back
 PINNED = "pinned_host"
 
@@ -79,6 +81,8 @@ class BlockMover:
             )
 
         self._copies = {size: moving(_copy, placement.shape((size, 2), np.int32)) for size in COPY_BUCKETS}
+        if state.recurrent:
+            self._copy_states = moving(_copy_states, placement.shape((STATE_BUCKET, 2), np.int32))
         if host_slots or handover:
             index = placement.shape((HOST_BUCKET,), np.int32)
             blocks = jax.tree.map(self._placed, jax.eval_shape(_take, state.pages, index))
@@ -93,6 +97,9 @@ class BlockMover:
             match kind:
                 case BlockMove.COPY:
                     state = self._copy(state, run)
+                case BlockMove.STATE:
+                    for part in _parts(run, STATE_BUCKET):
+                        state = self._copy_states(state, self._placement.put(_padded(part, STATE_BUCKET)))
                 case BlockMove.TO_HOST:
                     for part in _parts(run, HOST_BUCKET):
                         self._to_host(state, part)
@@ -161,9 +168,7 @@ class BlockMover:
     def _copy(self, state: DeviceState, run: Sequence[tuple[int, int]]) -> DeviceState:
         for part in _parts(run, COPY_BUCKETS[-1]):
             size = next(size for size in COPY_BUCKETS if size >= len(part))
-            from_to = np.full((size, 2), -1, np.int32)
-            from_to[: len(part)] = part
-            state = self._copies[size](state, self._placement.put(from_to))
+            state = self._copies[size](state, self._placement.put(_padded(part, size)))
         return state
 
     def _to_host(self, state: DeviceState, part: Sequence[tuple[int, int]]) -> None:
@@ -205,6 +210,26 @@ def _copy(state: DeviceState, from_to: Int[Array, "copies 2"]) -> DeviceState:
     return state.with_pages(pages.copy_blocks(from_to) for pages in state.pages)
 
 
+def _copy_states(state: DeviceState, from_to: Int[Array, "copies 2"]) -> DeviceState:
+    """Copy slots from_to[i, 0] to from_to[i, 1] of all recurrent layers, reading all first. -1 is padding."""
+
+    def copied(slots: Array) -> Array:
+        target = jnp.where(from_to[:, 1] < 0, slots.shape[0], from_to[:, 1])
+        rows = jnp.take(slots, from_to[:, 0], axis=0, mode="clip")
+        return set_rows(
+            slots, target, rows.reshape(len(from_to), -1), plain=lambda own: own.at[target].set(rows, mode="drop")
+        )
+
+    return state.replace(recurrent=jax.tree.map(copied, state.recurrent))
+
+
+def _padded(part: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+    """int32[size, 2]: the pairs of `part`, then pairs of -1."""
+    from_to = np.full((size, 2), -1, np.int32)
+    from_to[: len(part)] = part
+    return from_to
+
+
 def _take(pages: tuple[KVPages, ...], blocks: Int[Array, " blocks"]) -> tuple[HostBlock, ...]:
     """One `HostBlock` per block. Blocks of int8 pages include their scales."""
     taken = [each.take_blocks(blocks) for each in pages]
@@ -232,7 +257,7 @@ def _runs(moves: Sequence[Sequence[int]]) -> Iterator[tuple[BlockMove, list[tupl
     last: BlockMove | None = None
     for number, source, target in moves:
         kind = BlockMove(number)
-        reads_written = kind is BlockMove.COPY and source in written
+        reads_written = kind in (BlockMove.COPY, BlockMove.STATE) and source in written
         if last is not None and (kind is not last or reads_written or target in written):
             yield last, run
             run, written = [], set()

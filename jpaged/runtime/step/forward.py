@@ -6,8 +6,9 @@ Never: samples, or branches on the values of an array.
 
 1. Unpack the plan: set started rows in the request table, and change block tables.
 2. Build ids, positions, KV slots and lengths from the request table and the block tables (`batch`).
-3. Run the decoder over all tokens: it writes keys and values into the pages, and attends through block tables. Each
-   token's hidden state stays in `DeviceState.hidden` for the output programs.
+3. Run the decoder over all tokens: it writes keys and values into the pages, and attends through block tables.
+   Recurrent layers read and write the state of their rows. Each token's hidden state stays in `DeviceState.hidden` for
+   the output programs.
 
 `state` is donated, so pages and table are updated in place.
 """
@@ -38,8 +39,8 @@ from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
 
-# `DeviceState` without `sampling`: pages, table, blocks, hidden, output_rows.
-StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf]
+# `DeviceState` without `sampling`: pages, table, blocks, hidden, output_rows, recurrent.
+StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf, tuple[tuple[Leaf, Leaf], ...]]
 
 # Second result of `forward`.
 ForwardResult = Int[Array, "..."] | Float[Array, "tokens hidden"] | tuple[Any, ...]
@@ -128,8 +129,9 @@ def forward(
     if count > 1:
         batch = context.own_part(batch, count)
         hidden = None if hidden is None else context.own_tokens(hidden, count)
-    x, pages, choices, *captured = decoder.decode(
-        spec, params, batch.token_ids, batch.positions, state.pages, batch.kv_groups,
+    kept, rows = (*state.pages, *state.recurrent), (*batch.kv_groups, batch.state_rows)
+    x, kept, choices, *captured = decoder.decode(
+        spec, params, batch.token_ids, batch.positions, kept, rows,
         PagedAttend(shape.max_query_len, implementation, shards, count),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
@@ -139,7 +141,8 @@ def forward(
     table = state.table
     if not shape.drafts:
         table = table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
-    state = state.with_pages(pages).replace(table=table)
+    pages, recurrent = kept[: kv_groups.num_arrays], kept[kv_groups.num_arrays :]
+    state = state.with_pages(pages).replace(table=table, recurrent=recurrent)
     if count > 1:
         x = context.all_tokens(x)
     if not stage.is_last:
@@ -205,7 +208,7 @@ def forward_of_arrays(
 
 def state_arrays(state: DeviceState) -> StateArrays:
     """The arrays of a state that a forward program takes and returns: all but the unused sampling extras."""
-    return state.page_arrays, state.table, state.blocks, state.hidden, state.output_rows
+    return state.page_arrays, state.table, state.blocks, state.hidden, state.output_rows, state.recurrent
 
 
 def flat_weights(params: Params) -> tuple[jax.Array, ...]:

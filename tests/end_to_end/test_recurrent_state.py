@@ -1,0 +1,202 @@
+"""Recurrent layers: the state of a row, its copies for forks, and snapshots that later requests continue from.
+
+On CPU every token is computed by the same operations in the same order. So an answer has the same bits if its prefix is
+computed, found, or computed again after preemption.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.engine.step_plan import TransferCosts
+from jpaged.errors import ModelLoadError
+from jpaged.models.spec import GatedDelta, Norm, QKNorm
+from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.support.tiny_engine import (
+    BLOCK_SIZE,
+    FULL,
+    HOST_SLOTS,
+    MAX_ROWS,
+    VOCAB_SIZE,
+    alone,
+    bits,
+    drain,
+    make_engine,
+    make_runner,
+    run,
+)
+
+pytestmark = pytest.mark.codegen
+
+HYBRID = dataclasses.replace(
+    FULL, num_layers=3, norm=Norm.RMS_OFFSET, qk_norm=QKNorm.HEAD, attention_gate=True,
+    delta=GatedDelta((True, False, True), k_heads=2, v_heads=4, head_dim=16, conv_width=4),
+)  # fmt: skip
+WITH_WINDOW = dataclasses.replace(HYBRID, num_layers=4, sliding_window=(20, 20, None, None), delta=dataclasses.replace(
+    HYBRID.delta, layers=(True, False, True, False)
+))  # fmt: skip
+FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    runner = make_runner(HYBRID)
+    yield runner
+    runner.close()
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def greedy(max_tokens=6, **more):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, **more)
+
+
+def poison_states(engine):
+    """Write NaN into the slots of rows without a request, and of free snapshots."""
+    runner, states = engine.runner.runner, engine.scheduler.manager.states
+    if states._due or states._late:
+        return  # copies that are due still read them
+    used = {request.schedule.row for request in engine.scheduler.running} | set(states._named.values())
+    used |= {request.kv.snapshot_slot for request in engine.scheduler.running}
+    count = runner.state.recurrent[0][0].shape[0]
+    free = jnp.array([slot not in used for slot in range(count)])
+    runner._last.state = runner.state.replace(recurrent=_poisoned(runner.state.recurrent, free))
+
+
+@jax.jit
+def _poisoned(recurrent, free):
+    def one(slots):
+        return jnp.where(free.reshape(-1, *[1] * (slots.ndim - 1)), jnp.nan, slots)
+
+    return jax.tree.map(one, recurrent)
+
+
+def answer(engine, prompt, params):
+    """(bits of the answer, cached tokens)."""
+    output = run(engine, [(prompt, params)], after_step=poison_states)["0"]
+    return bits(output), output.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    "splits", [pytest.param((39, 40, 41), id="around a snapshot"),
+               pytest.param(tuple(range(1, 60)), id="all", marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_cold_equals_warm_at_every_split(runner, splits):
+    """A prompt shares `split` tokens with an earlier prompt: it starts after their last whole block."""
+    whole = prompt_of(60)
+    hits = []
+    for split in splits:
+        prompt = whole[:split] + prompt_of(60 - split, seed=split)
+        cold, none = answer(make_engine(runner), prompt, greedy())
+        assert none == 0
+        engine = make_engine(runner)
+        answer(engine, whole[:split], greedy())
+        warm, cached = answer(engine, prompt, greedy())
+        assert warm == cold
+        hits.append(cached)
+        assert answer(engine, prompt, greedy()) == (cold, 59 // BLOCK_SIZE * BLOCK_SIZE)
+    assert hits == [split // BLOCK_SIZE * BLOCK_SIZE for split in splits]
+
+
+@pytest.mark.parametrize(
+    "lengths", [pytest.param((3, 4, 5), id="around a block"),
+                pytest.param(tuple(range(1, 18)), id="all", marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_the_second_turn_finds_all_of_the_first(runner, lengths):
+    """All whole blocks of prompt and answer, for answers of any length."""
+    for length in lengths:
+        engine, prompt = make_engine(runner), prompt_of(21)
+        first = run(engine, [(prompt, greedy(length))], after_step=poison_states)["0"].outputs[0].token_ids
+        computed = len(prompt) + length - 1  # the last token is not computed
+        turn = prompt + first + prompt_of(9, seed=length)
+        warm, cached = answer(engine, turn, greedy())
+        assert cached == computed // BLOCK_SIZE * BLOCK_SIZE
+        assert warm == answer(make_engine(runner), turn, greedy())[0]
+
+
+def test_a_prefix_of_two_requests_is_found_by_the_third(runner):
+    """The first leaves no snapshot where the second branches off. The second takes one there."""
+    prompts = [prompt_of(33) + prompt_of(20, seed) for seed in (1, 2, 3)]
+    cold = [answer(make_engine(runner), prompt, greedy())[0] for prompt in prompts]
+    engine = make_engine(runner)
+    warm = [answer(engine, prompt, greedy()) for prompt in prompts]
+    assert [each for each, _ in warm] == cold
+    cached = [found for _, found in warm]
+    assert cached[0] == 0
+    assert cached[1] < cached[2] == 32
+
+
+def test_samples_continue_with_the_state_of_their_prompt(runner):
+    """With one row, each sample computes the prompt again. With more, they fork."""
+    request = (prompt_of(20), SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, n=3, temperature=0.9, seed=1))
+    forked, apart = (
+        run(make_engine(runner, caching=False, rows=rows), [request], after_step=poison_states)["0"] for rows in (4, 1)
+    )
+    assert bits(forked) == bits(apart)
+    assert len({tuple(each.token_ids) for each in forked.outputs}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "kind", [{"n": 3, "temperature": 0.9}, {}, {"use_beam_search": True, "beam_width": 3, "n": 2}],
+    ids=["samples", "one", "beams"],
+)  # fmt: skip
+def test_forks_and_preemption_change_no_answer(runner, spec, kind):
+    runner = runner if spec is HYBRID else make_runner(spec)
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True, logprobs=2, **{"temperature": 0, "seed": i, **kind})
+        for i in range(5)
+    ]
+    lengths = (7, 16, 25, 33, 40)
+    requests = [(prompt_of(length, seed=length), each) for length, each in zip(lengths, params, strict=True)]
+    wanted = alone(make_engine(runner), requests)
+    for options in ({}, {"caching": False}, {"host_slots": HOST_SLOTS, "costs": FETCH}):
+        blocks = {"full": 26, "one": 28, "several": 44}
+        kind_of = "full" if len(runner.windows) == 1 else "several" if kind else "one"
+        engine = make_engine(runner, num_blocks=blocks[kind_of], **options)
+        for number, (prompt, each) in enumerate(requests):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, each)
+        done = drain(engine, after_step=poison_states)
+        assert [bits(done[str(i)]) for i in range(len(requests))] == wanted
+        assert engine.stats().preemptions > 0
+
+
+def test_few_snapshots_are_used_again(runner):
+    """With fewer slots than prompts, the least recently used snapshots are overwritten. Answers stay right."""
+    sizes = dataclasses.replace(runner.recurrent_sizes, num_snapshots=3)
+    engine = make_engine(runner)
+    engine.runner.recurrent_sizes = sizes
+    engine.start_over()
+    prompts = [prompt_of(40, seed) for seed in range(5)]
+    wanted = [answer(make_engine(runner), prompt, greedy())[0] for prompt in prompts]
+    for _ in range(2):
+        found = [answer(engine, prompt, greedy()) for prompt in prompts]
+        assert [each for each, _ in found] == wanted
+    assert engine.scheduler.manager.states.num_snapshots == 3
+    assert answer(engine, prompts[-1], greedy())[1] == 32  # the last used one is there
+
+
+def test_options_that_do_not_work_with_state_are_refused_by_name(tmp_path):
+    write_checkpoint(BY_NAME["qwen3.5"], 0, tmp_path)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    for name, value in {"tensor_parallel_size": 2, "deterministic": True, "speculative_config": ngram,
+                        "enable_lora": True, "kv_handover": True}.items():  # fmt: skip
+        with pytest.raises(ModelLoadError, match=f"{name}=.*recurrent layers"):
+            LLM(str(tmp_path), dtype="float32", **{name: value})
+
+
+def test_bytes_are_planned(runner):
+    plan = runner.memory_plan
+    a_slot = 2 * (3 * 8 * 16 * 4 + 4 * 16 * 16 * 4)  # two layers: inputs of the convolution, matrices
+    assert plan.slot_bytes == a_slot
+    assert plan.state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state.recurrent))
+    assert runner.recurrent_sizes.num_rows == MAX_ROWS
+    assert f"{MAX_ROWS} rows and {runner.recurrent_sizes.num_snapshots} snapshots" in str(plan)
+    assert len(runner.state.pages) == 1  # of the one layer with attention
