@@ -197,8 +197,9 @@ class EngineConfig:
     reference: XLA operations, slower, on any device. Default: the fastest one that works on the device."""
 
     gated_dot_implementation: str | None = None
-    """Implementation of the gate and up matmuls and their activation. triton: one kernel, for NVIDIA. xla: a matmul,
-    then the activation. reference: XLA operations. Default: the one measured as fastest on this GPU, else xla."""
+    """Implementation of the gate and up matmuls and their activation. triton: one kernel, for NVIDIA. triton_fixed: the
+    same, with one tile for every number of rows. xla: a matmul, then the activation. reference: XLA operations.
+    Default: the one measured as fastest on this GPU, else xla."""
 
     fused_layers: bool | None = None
     """Compute a layer of a decode step with few kernels, for NVIDIA: matmuls that return partial sums, and sums with
