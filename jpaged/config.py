@@ -170,9 +170,10 @@ class EngineConfig:
     another process. prefill_engines does not need this option."""
 
     deterministic: bool = False
-    """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. Each matmul
-    with split inputs is computed as 8 matmuls that are added in a fixed order, and KV heads are padded to a multiple of
-    8."""
+    """Compute results whose bits do not depend on tensor_parallel_size (1, 2, 4 or 8). On CPU, in float32. On NVIDIA
+    GPUs, in bfloat16, bits do not depend on the batch, chunks, the prefix cache or preemption either; for dense models
+    with RMS norms. Each matmul with split inputs is computed as 8 matmuls that are added in a fixed order, and KV heads
+    are padded to a multiple of 8."""
 
     nnodes: int = 1
     """Number of processes, on one or several machines, that run the engine together. Each brings its devices; start all
@@ -192,12 +193,18 @@ class EngineConfig:
 
     attention_implementation: str | None = None
     """Implementation of attention. cpu: native kernel for CPUs. triton, triton_small, mosaic_prefill, mosaic_gpu:
-    kernels for NVIDIA. mosaic_tpu: kernel for TPUs. xla, xla_loop, reference: XLA operations, slower, on any device.
-    Default: the fastest one that works on the device."""
+    kernels for NVIDIA. triton_fixed: for NVIDIA, with deterministic. mosaic_tpu: kernel for TPUs. xla, xla_loop,
+    reference: XLA operations, slower, on any device. Default: the fastest one that works on the device."""
 
     gated_dot_implementation: str | None = None
-    """Implementation of the gate and up matmuls and their activation. triton: one kernel, for NVIDIA. xla: a matmul,
-    then the activation. reference: XLA operations. Default: the one measured as fastest on this GPU, else xla."""
+    """Implementation of the gate and up matmuls and their activation. triton: one kernel, for NVIDIA. triton_fixed: the
+    same, with one tile for every number of rows. xla: a matmul, then the activation. reference: XLA operations.
+    Default: the one measured as fastest on this GPU, else xla."""
+
+    fused_layers: bool | None = None
+    """Compute a layer of a decode step with few kernels, for NVIDIA: matmuls that return partial sums, and sums with
+    residual and norm. For dense models in bf16 or float16 with RMS norms. Default: on GPUs, if a layer has at most 32
+    MiB of weights."""
 
     mask_unknown_tokens: bool = True
     """Never sample token ids that the tokenizer does not have."""

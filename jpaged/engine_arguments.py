@@ -56,6 +56,7 @@ class EngineArguments(TypedDict, total=False):
     join_timeout: float
     attention_implementation: str | None
     gated_dot_implementation: str | None
+    fused_layers: bool | None
     mask_unknown_tokens: bool
     trust_remote_code: bool
     disable_log_stats: bool

@@ -34,6 +34,7 @@ from jpaged.models.adapters import (
     with_lm_head_adapters,
 )
 from jpaged.models.experts import sparse_feed_forward
+from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layers import feed_forward, normalise, normalise_split, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
@@ -119,6 +120,7 @@ def decode(
     num_tokens: Int[Array, ""] | None = None,
     places: Sequence[KVPlace] | None = None,
     gated_dot: str | None = None,
+    fused: str | None = None,
     shards: Shards = WHOLE,
     hidden: Float[Array, "tokens hidden"] | None = None,
     first_layer: int = 0,
@@ -144,6 +146,8 @@ def decode(
                needed, and every matmul has a gradient.
     places:    KV group and page array of each layer.
     gated_dot: implementation of `pallas_kernels.gated_dot`, used with `num_tokens`. None: the best one.
+    fused:     implementation of `fused_layer`, used with `num_tokens` by the layers that it does not refuse. None:
+               XLA's operations.
     shards:    split of the leaves. Inside `jax.shard_map`, `params` and `pages` are this device's parts.
     hidden:    input of the first layer of `params`, from another pipeline stage. None: embed the tokens.
     first_layer: index in the model of the first layer of `params`.
@@ -166,7 +170,8 @@ def decode(
     factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
         metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
-    new_pages, choices, captured = list(pages), [], []
+    new_pages, choices, captured, normed = list(pages), [], [], None
+    takes_fused = fused is not None and num_tokens is not None and adapter_slots is None
     for i, matrices, place in zip(layers, params["layers"], places, strict=True):
         if i in capture:
             captured.append(x)
@@ -177,11 +182,18 @@ def decode(
             del leaves["attn_norm"], leaves["attn_norm_bias"]
         adapters = None if adapter_slots is None else layer_adapters(pools, targets, adapter_slots, i)
         grown = factors if spec.query_scaling is not None and spec.query_scaling.applies(i) else None
-        x, new_pages[place.page_array], choice = _layer(
+        of_layer = fused if takes_fused and refuse_layer(spec, layout, leaves) is None else None
+        norms = None
+        if of_layer is not None:
+            next_norm = params["attn_norm"] if i + 1 < layers.stop else None
+            norms = LayerNorms(params["mlp_norm"], next_norm, jnp.asarray(i - first_layer, jnp.int32))
+        x, normed, new_pages[place.page_array], choice = _layer(
             x,
+            normed,
+            norms,
             LayerContext(
                 spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
-                query_factors=grown,
+                query_factors=grown, fused=of_layer,
             ),
             new_pages[place.page_array], metadata[place.kv_group], options=spec.mixer(i), attend=attend,
         )  # fmt: skip
@@ -357,15 +369,30 @@ def _embed(
 @functools.partial(jax.jit, static_argnames=("options", "attend"))
 def _layer(
     x: Float[Array, "tokens hidden"],
+    normed: Float[Array, "tokens hidden"] | None,
+    norms: LayerNorms | None,
     context: LayerContext,
     pages: Pages | State,
     metadata: Metadata,
     *,
     options: AttentionOptions | GatedDelta,
     attend: Attend,
-) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
-    """`_run_layer`, jitted. Layers with equal shapes and options share one trace."""
-    return _run_layer(x, context, pages, metadata, options, attend)
+) -> tuple[
+    Float[Array, "tokens hidden"], Float[Array, "tokens hidden"] | None, Pages, Int[Array, "tokens per_token"] | None
+]:  # fmt: skip
+    """`_run_layer`, jitted. Layers with equal shapes and options share one trace.
+
+    normed: x after the layer's first norm, from a fused layer before it; None: not computed yet.
+    norms: of a fused layer, which applies the next layer's first norm to its output: the second result.
+    """
+    if norms is None:
+        x, pages, choice = _run_layer(x, context, pages, metadata, options, attend)
+        return x, None, pages, choice
+    normed = normalise("attn_norm", x, context) if normed is None else normed
+    sinks = context.params["sinks"] if context.spec.sinks else None
+    out, pages = attend(_project(normed, context), pages, metadata, options, sinks)
+    x, normed = finish_layer(x, out.reshape(x.shape[0], -1), context, norms)
+    return x, normed, pages, None
 
 
 def _run_layer(

@@ -11,7 +11,7 @@ from jpaged.models.adapters import has_adapters
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.quantization import is_quantized
 from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
-from pallas_kernels import activate, gated_dot, rms_norm, rms_norm_rows, silu_and_mul
+from pallas_kernels import activate, add_norm, gated_dot, rms_norm, rms_norm_rows, silu_and_mul
 
 
 def softcap(x: Array, cap: float | None) -> Array:
@@ -22,6 +22,10 @@ def softcap(x: Array, cap: float | None) -> Array:
 def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) -> Float[Array, "*lead width"]:
     """Apply the model's norm over the last axis. name: leaf of the norm's weights."""
     spec, weight, bias = context.spec, context.params[name], context.params.get(f"{name}_bias")
+    if spec.norm is Norm.RMS and context.shards.fixed_kernels(x.dtype) and x.ndim == 2:
+        _, normed = add_norm(None, x, weight, eps=spec.norm_eps, implementation="triton")
+        assert normed is not None  # there is a weight
+        return normed
     if spec.norm is Norm.RMS and context.num_rows is not None:
         return rms_norm_rows(x, weight, spec.norm_eps, context.num_rows)
     if spec.norm is Norm.RMS:

@@ -30,7 +30,7 @@ from pallas_kernels.platforms import takes_native
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "cos", "sin", "real", "num_rows", "adapters", "query_factors"],
-    meta_fields=["spec", "layout", "gated_dot", "shards", "watch"],
+    meta_fields=["spec", "layout", "gated_dot", "fused", "shards", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
@@ -53,6 +53,12 @@ class LayerContext:
     watch: Callable[[str, Array], None] | None = None
     adapters: LayerAdapters | None = None  # LoRA adapters of the tokens; None: the engine has none
     query_factors: Array | None = None  # float32[tokens], factors of the queries (`spec.QueryScaling`); None: 1
+    # implementation of the matmuls and sums in `fused_layer`, "triton" or "triton_fixed"; None: XLA's operations
+    fused: str | None = None
+
+    def dot_implementation(self, dtype: DTypeLike) -> str | None:
+        """Implementation of `pallas_kernels.dot` for rows of this dtype; None: the best one."""
+        return "triton_fixed" if self.shards.fixed_kernels(dtype) else self.fused
 
 
 def linear(
@@ -98,7 +104,7 @@ def _product(
     if outputs < min_outputs:
         weight = jnp.pad(weight, ((0, min_outputs - outputs), (0, 0)))
     if context.num_rows is not None and not transposed and outputs >= min_outputs:
-        return dot(x, weight, context.num_rows, dtype=dtype)
+        return dot(x, weight, context.num_rows, dtype=dtype, implementation=context.dot_implementation(x.dtype))
     dims = (((1,), (0 if transposed else 1,)), ((), ()))
     out = lax.dot_general(x, weight, dims, precision=_precision(x), preferred_element_type=dtype or x.dtype)
     return out if outputs >= min_outputs else out[:, :outputs]

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jpaged.errors import ModelLoadError
@@ -39,7 +40,8 @@ class ShardedQuantizer(LeafPlacer):
 
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
         """Put the leaf `name` on the devices, as an array, QuantizedWeight or SplitWeight. leaf: numpy or jax array."""
-        if isinstance(leaf, jax.Array) and not self._is_cut(name) and self.scheme_of_leaf(name, leaf.shape) is None:
+        is_dense = self.scheme_of_leaf(name, leaf.shape) is None
+        if isinstance(leaf, jax.Array) and is_dense and not self._is_cut(name, leaf.dtype):
             return jax.block_until_ready(self._live(name, leaf))
         leaf = pad_leaf(name, on_host(leaf) if isinstance(leaf, jax.Array) else leaf, self.spec, self.shards)
         if self.scheme_of_leaf(name, leaf.shape) is None:
@@ -79,7 +81,7 @@ class ShardedQuantizer(LeafPlacer):
         if self.scheme_of_leaf(name, shape) is not None:
             local = jax.ShapeDtypeStruct(self._local(name, shape), leaf.dtype)
             return self._joined_shape(name, self.quantizer.shape(name, local))
-        if not self._is_cut(name):
+        if not self._is_cut(name, leaf.dtype):
             axis = split_axis(name, len(shape), self.shards, self.spec)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding_on(self.mesh, axis))
         here, count = self.shards.parts_here, self.shards.count
@@ -106,9 +108,9 @@ class ShardedQuantizer(LeafPlacer):
             return tuple((min(a for a, _ in each), max(b for _, b in each)) for each in zip(*parts, strict=True))
         return tuple((0, size) for size in shape)
 
-    def _is_cut(self, name: str) -> bool:
+    def _is_cut(self, name: str, dtype: DTypeLike) -> bool:
         """True if a dense leaf becomes a SplitWeight."""
-        return self.shards.parts > 1 and splits_inputs(name, self.shards)
+        return self.shards.parts > 1 and splits_inputs(name, self.shards) and not self.shards.fixed_kernels(dtype)
 
     def _local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         axis = split_axis(name, len(shape), self.shards, self.spec)
@@ -131,7 +133,7 @@ class ShardedQuantizer(LeafPlacer):
 
     def _dense(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
         axis = split_axis(name, leaf.ndim, self.shards, self.spec)
-        if not self._is_cut(name):
+        if not self._is_cut(name, leaf.dtype):
             return _put(leaf, sharding_on(self.mesh, axis))
         # Product p of the sum belongs to device p // parts_here.
         count, here = self.shards.count, self.shards.parts_here

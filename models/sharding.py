@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec, Latent, QKNorm
+from pallas_kernels.add_norm.reference import tree_sum
 
 TENSOR, CONTEXT = "tensor", "context"  # names of the mesh axes
 PARTS = 8  # `Shards.parts` with `deterministic`: results are equal on 1, 2, 4 and 8 devices
@@ -100,6 +101,14 @@ class Shards:
             return self.divisor * self.tile
         return self.count if kind == "experts" else self.divisor
 
+    def fixed_kernels(self, dtype: DTypeLike) -> bool:
+        """True if every program has the same kernels, with the same tiles (`fused_layer`): `deterministic`, 16 bits.
+
+        Split weights are then whole arrays, whose inputs a kernel cuts into parts. In float32, on CPU, they are
+        SplitWeights.
+        """
+        return self.parts > 1 and np.dtype(dtype).itemsize == 2
+
     @property
     def parts_here(self) -> int:
         """Number of products that a device computes for a matmul with split inputs."""
@@ -121,9 +130,9 @@ class Shards:
         if self.parts == 1:
             (product,) = products
             return (lax.psum(product, TENSOR) if self.count > 1 else product).astype(dtype)
-        total = _tree_sum(list(products))
+        total = tree_sum(list(products))
         if self.count > 1:
-            total = _tree_sum(list(lax.all_gather(total, TENSOR)))
+            total = tree_sum(list(lax.all_gather(total, TENSOR)))
         return total.astype(dtype)
 
     def on_first(self, x: Array) -> Array:
@@ -200,13 +209,6 @@ class SplitWeight:
     @property
     def dtype(self) -> np.dtype:
         return self.parts[0].dtype
-
-
-def _tree_sum(values: list[Array]) -> Array:
-    """Sum of 2^n values. Neighbours are added first."""
-    while len(values) > 1:
-        values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@
 - `write_kv` and `write_qkv` store keys and values in the pages; `paged_attention` attends over them.
 - `finish_qkv` is `write_qkv` without the store: it returns k and v.
 - `dot` multiplies rows by a weight matrix, with a native kernel on CPU.
+- `partial_dots` is `dot` with a sum for each part of the inputs. `add_norm` adds such sums to the residual stream, and
+  applies the next norm.
 - `quantized_dot` multiplies rows by a `QuantizedWeight`: weights in 8 or 4 bits, made by `quantize`.
 - `gated_dot` is the gate and up projections of a feed-forward network, with the activation.
 - `grouped_dot` multiplies blocks of rows, each by its own matrix: the matmuls of a mixture of experts.
@@ -16,8 +18,9 @@
 - `rms_norm`, `apply_rope` and `norm_and_rope` are the arithmetic of `write_qkv` in plain jnp.
 """
 
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.causal_conv import causal_conv
-from pallas_kernels.dot import dot
+from pallas_kernels.dot import dot, partial_dots
 from pallas_kernels.gated_delta import gated_delta
 from pallas_kernels.gated_dot import gated_dot
 from pallas_kernels.gated_dot.activation import activate
@@ -39,6 +42,7 @@ __all__ = [
     "KernelCheckError",
     "QuantizedWeight",
     "activate",
+    "add_norm",
     "apply_rope",
     "argmax_rows",
     "causal_conv",
@@ -54,6 +58,7 @@ __all__ = [
     "mamba2",
     "norm_and_rope",
     "paged_attention",
+    "partial_dots",
     "quantize",
     "quantized_dot",
     "quantized_grouped_dot",

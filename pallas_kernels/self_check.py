@@ -1,4 +1,4 @@
-"""Start-up checks against the references, in seconds: `self_check` (attention, KV writes) and `check_gated_dot`."""
+"""Start-up checks against the references, in seconds: attention and KV writes, `gated_dot`, and `partial_dots`."""
 
 import dataclasses
 import functools
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.dot import partial_dots
 from pallas_kernels.gated_dot import IMPLEMENTATIONS as GATED_DOT
 from pallas_kernels.gated_dot import choose_implementation as choose_gated_dot
 from pallas_kernels.gated_dot.tiling import choose as choose_tiling
@@ -190,6 +192,47 @@ def check_gated_dot(
             f"gated_dot {name!r} on {device.device_kind}, {activation}, {x.shape[0]} x {width} to {weight.shape[1]}, "
             f"{x.dtype.name}: differs from the reference by {difference:.3g}, more than {limit:g}. Use "
             "implementation='xla', and please report this"
+        )
+    return difference
+
+
+def check_partial_dots(x: Any, weight: Any, *, implementation: str, device: Any = None) -> float:
+    """Compare `partial_dots` and `add_norm` with their references, and return the largest difference.
+
+    x, weight:      arrays or ShapeDtypeStructs of a call. At most CHECKED_OUTPUTS outputs are computed, with the tiles
+                    of x's rows.
+    implementation: of both: "triton" or "triton_fixed".
+    device:         a jax Device; None: JAX's default.
+
+    Raises KernelCheckError, with the implementation, the device, the shape and the difference, if the difference is too
+    large or NaN.
+    """
+    device = device or default_device()
+    rows, outputs, width = x.shape[0], min(weight.shape[0], CHECKED_OUTPUTS), x.shape[1]
+    rng = np.random.default_rng(3)
+    shapes = {"x": (rows, width), "weight": (outputs, width), "residual": (rows, outputs), "norm": (outputs,)}
+    numbers = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    numbers["weight"] *= width**-0.5
+    arrays = jax.device_put([jnp.asarray(each, x.dtype) for each in numbers.values()], device)
+    parts = next(n for n in (8, 4, 2, 1) if width % n == 0)
+
+    @functools.partial(jax.jit, static_argnames="name")
+    def run(name: str, x: Any, weight: Any, residual: Any, norm: Any) -> Any:
+        apart, together = (
+            partial_dots(x, weight, rows, parts=parts, together=both, implementation=name) for both in (False, True)
+        )
+        adds = "xla" if name == "xla" else "triton"
+        return [add_norm(sums, residual, norm, implementation=adds) for sums in (apart, together)]
+
+    difference = 0.0
+    for ours, theirs in zip(*(jax.tree.leaves(run(name, *arrays)) for name in (implementation, "xla")), strict=True):
+        a, b = (np.asarray(each, np.float64) for each in (ours, theirs))
+        difference = max(difference, float((np.abs(a - b) / np.maximum(1.0, np.abs(b))).max()))
+    limit = TOLERANCE[x.dtype.name]
+    if not difference <= limit:  # also if it is NaN
+        raise KernelCheckError(
+            f"partial_dots {implementation!r} on {device.device_kind}, {rows} x {width} to {weight.shape[0]}, "
+            f"{x.dtype.name}: differs from the reference by {difference:.3g}, more than {limit:g}. Please report this"
         )
     return difference
 

@@ -48,6 +48,7 @@ from jpaged.loading.weights import (
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.families.wrappers import text_config
+from jpaged.models.fused_layer import refuse_fused
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.padding import pad_kv_scales
 from jpaged.models.quantization import SCHEMES, LeafPlacer, Quantizer
@@ -122,7 +123,7 @@ def _from_checkpoint(
         sentences = NO_FILES if is_gguf(path) or not weights.spec.pools else SentenceFiles.read(path)
         check_quantization(config, weights.format)
         shards = shards_of(config)
-        check_deterministic(config, weights.format, dtype, jax.default_backend())
+        check_deterministic(config, weights.format, dtype, jax.default_backend(), weights.spec)
         spec = sentences.applied(split_spec(weights.spec, shards), path)
         quantizer = placer_for(quantizer_of(config, jax.default_backend()), config, weights.spec, chosen=devices)
         if check is not None:
@@ -174,17 +175,26 @@ def quantizer_of(config: EngineConfig, platform: str) -> Quantizer:
     return Quantizer(SCHEMES.get(config.quantization or ""), platform, config.quantized_activations)
 
 
-def check_deterministic(config: EngineConfig, found: str | None, dtype: np.dtype, platform: str) -> None:
-    """Raise ModelLoadError for `deterministic` with an unsupported model. found: format of its quantised weights."""
+def check_deterministic(
+    config: EngineConfig, found: str | None, dtype: np.dtype, platform: str, spec: DecoderSpec
+) -> None:
+    """Raise ModelLoadError for `deterministic` with an unsupported model. found: format of its quantised weights.
+
+    On a CPU, the kernels for NVIDIA run interpreted, if the options name them: slowly, and with the same programs.
+    """
     if not config.deterministic:
         return
     how = config.quantization or found
     if how is not None:
         raise ModelLoadError(f"deterministic=True needs weights that are not quantised, but these are ({how})")
-    if dtype != np.float32 or platform != "cpu":
+    interpreted = platform == "cpu" and config.attention_implementation == "triton_fixed"
+    if dtype.name == "bfloat16" and (platform == "gpu" or interpreted):
+        if (reason := refuse_fused(spec)) is not None:
+            raise ModelLoadError(f"deterministic=True cannot serve this model in bfloat16, because it has {reason}")
+    elif dtype != np.float32 or platform != "cpu":
         raise ModelLoadError(
-            f"deterministic=True needs float32 on CPU, but the model is {dtype.name} on {platform}: "
-            "add dtype='float32' on a CPU, or leave it out"
+            f"deterministic=True needs float32 on CPU or bfloat16 on GPU, but the model is {dtype.name} on {platform}: "
+            "add dtype='float32' on a CPU, dtype='bfloat16' on a GPU, or leave it out"
         )
 
 
@@ -329,7 +339,7 @@ def _from_live(
             f"dtype={config.dtype!r}, but the arrays are {live.dtype.name}: live arrays are not converted, "
             "convert them first or leave dtype at auto"
         )
-    check_deterministic(config, None, live.dtype, jax.default_backend())
+    check_deterministic(config, None, live.dtype, jax.default_backend(), spec)
     if config.deterministic and live.layout != WeightLayout():
         raise ModelLoadError("deterministic=True needs live arrays with qkv and gate_up fused, stored [out, in]")
     if config.devices_per_engine > 1:

@@ -72,7 +72,7 @@ def describe(
     architecture = (values.get("architectures") or [values.get("model_type")])[0]
     dtype = resolve_dtype(config.dtype, stored, spec, platform)
     shards = shards_of(config)
-    check_deterministic(config, form, dtype, platform)
+    check_deterministic(config, form, dtype, platform, spec)
     known = meshes or [None] * config.pipeline_parallel_size
     each = [mesh or described_mesh(shards) for mesh in known]
     placer = placer_for(quantizer_of(config, platform), config, spec, each)

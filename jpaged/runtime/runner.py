@@ -483,7 +483,7 @@ def _checked(blueprint: Blueprint) -> Blueprint:
     device = blueprint.placement.first_device
     if blueprint.has_unchecked_attention:
         blueprint = blueprint.with_checked_attention(device)
-    return blueprint.with_checked_gated_dot(device)
+    return blueprint.with_checked_gated_dot(device).with_checked_fused(device)
 
 
 def _kv_layout(build: FittedBuild, block_arrays: Sequence[tuple[tuple[int, ...], np.dtype]]) -> str:

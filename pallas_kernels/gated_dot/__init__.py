@@ -17,7 +17,10 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.gated_dot),
     "xla": Implementation(xla.gated_dot),
     "triton": Implementation(compiled_on("cuda", triton.gated_dot), triton.refuse),
-}
+    "triton_fixed": Implementation(
+        compiled_on("cuda", functools.partial(triton.gated_dot, tiling=tiling.FIXED)), triton.refuse
+    ),
+}  # fmt: skip
 
 
 def choose_implementation(device: Any, x: Any, weight: Any, activation: str, *, kind: str | None = None) -> str:

@@ -37,6 +37,10 @@ class Tiling:
         return cls(128, 128, 64, warps=8, stages=2 if small_blocks else 4)
 
 
+# The only tile of "triton_fixed". Three stages of 24 KiB fit into every GPU's shared memory.
+FIXED = Tiling(64, 64, 64, warps=4, stages=3)
+
+
 def measured(kind: str, x: Any, weight: Any) -> Tiling | None:
     """The fastest tiling on a kind of GPU; None: XLA is faster, or nothing was measured.
 

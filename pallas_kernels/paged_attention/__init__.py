@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_pages, expect_static
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_attention import cpu, mosaic_tpu, reference, triton, xla
+from pallas_kernels.paged_attention import cpu, mosaic_tpu, reference, triton, triton_fixed, xla
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.platforms import Implementation, candidates, compiled_on, nvidia_capability, pick
@@ -37,6 +37,7 @@ IMPLEMENTATIONS = {
     "triton_small": Implementation(
         compiled_on("cuda", functools.partial(triton.paged_attention, tiling=Tiling.small())), triton.refuse
     ),
+    "triton_fixed": Implementation(compiled_on("cuda", triton_fixed.paged_attention), triton_fixed.refuse),
     "mosaic_tpu": Implementation(compiled_on("tpu", mosaic_tpu.paged_attention), mosaic_tpu.refuse),
     "mosaic_gpu": Implementation(_mosaic_gpu("paged_attention"), _mosaic_gpu("refuse")),
     "mosaic_prefill": Implementation(_mosaic_gpu("with_triton_decode"), _mosaic_gpu("refuse_with_triton")),
@@ -105,10 +106,11 @@ def paged_attention(
     implementation:  None: the best one for device and shape. "reference" is plain and gathers every key. "xla" is an
                      online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
                      loops that end at the longest row. "triton" are kernels for NVIDIA, "triton_small" the same with
-                     small tiles, no splits and no pipeline. "mosaic_tpu" is a kernel for TPU. On CPU, these three run
-                     in interpret mode. "mosaic_prefill", the default on Hopper, is "triton" for rows of one token and a
-                     Mosaic GPU kernel for other rows. "mosaic_gpu" has Mosaic GPU kernels for all rows. It is
-                     experimental, and never chosen.
+                     small tiles, no splits and no pipeline. "triton_fixed" has one order of sums for chunks and
+                     decodes: a token's bits depend on its row only. "mosaic_tpu" is a kernel for TPU. On CPU, these
+                     four run in interpret mode. "mosaic_prefill", the default on Hopper, is "triton" for rows of one
+                     token and a Mosaic GPU kernel for other rows. "mosaic_gpu" has Mosaic GPU kernels for all rows. It
+                     is experimental, and never chosen.
     debug:           check the values of the index arguments, also inside jit. Raises ValueError; from a running
                      program JaxRuntimeError with the same text. Costs a host callback. Without it, indices out of range
                      give undefined results.

@@ -38,13 +38,21 @@ def paged_attention(
     tiling: None: chosen by device and shape. prefilled: outputs of rows of several tokens, from another kernel; None:
     these kernels compute all rows. interpret: run the kernels in XLA operations, on any platform.
     """
+    problem, given = given_arrays(call, tiling or Tiling.choose(call.q, call.pages), interpret=interpret)
+    if prefilled is None and call.max_query_len > 1:
+        prefilled = prefill(problem, given)
+    return decode(problem, given, prefilled)
+
+
+def given_arrays(call: AttentionCall, tiling: Tiling, *, interpret: bool) -> tuple[Problem, Given]:
+    """The static parameters and the arrays of the kernels for a call."""
     q, pages = call.q, call.pages
     problem = Problem.of(
         call,
         kv_heads=pages.num_kv_heads,
         table_keys=call.table_keys,
         scales={INT8: "token", FP8: "head"}.get(pages.dtype, "none"),
-        tiling=tiling or Tiling.choose(q, pages),
+        tiling=tiling,
         interpret=interpret,
     )
     # absent arrays have a placeholder, so that each kernel has one signature
@@ -55,9 +63,7 @@ def paged_attention(
         none if call.alibi_slopes is None else call.alibi_slopes.astype(jnp.float32),
         q, pages.data, none if pages.scales is None else pages.scales,
     )  # fmt: skip
-    if prefilled is None and call.max_query_len > 1:
-        prefilled = prefill(problem, given)
-    return decode(problem, given, prefilled)
+    return problem, given
 
 
 def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len: int) -> str | None:

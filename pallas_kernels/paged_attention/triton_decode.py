@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.paged_attention.triton_keys import (
     LOG2E,
@@ -84,8 +84,12 @@ def splits_of_rows(
     """Number of splits of each row: 0 for rows that are empty or have several tokens."""
     size = _split_keys(problem, context_lens)
     splits = (context_lens + size - 1) // size - _first_key(problem, context_lens) // size
-    one_token = query_start_loc[1:] - query_start_loc[:-1] == 1
-    return jnp.where(one_token & (context_lens > 0), splits, 0)
+    return jnp.where(one_token(context_lens, query_start_loc), splits, 0)
+
+
+def one_token(context_lens: Int[Array, " rows"], query_start_loc: Int[Array, " rows_plus_1"]) -> Bool[Array, " rows"]:
+    """True for rows of one token."""
+    return (query_start_loc[1:] - query_start_loc[:-1] == 1) & (context_lens > 0)
 
 
 def _split_keys(problem: Problem, length: Array) -> Array:

@@ -19,7 +19,7 @@ IMPLEMENTATIONS = {
 
 def matching_write(attention: str) -> str:
     """The write implementation for an implementation of paged_attention: the same back end, or XLA."""
-    if attention in ("triton_small", "mosaic_prefill"):  # the writes have neither tile sizes nor a prefill kernel
+    if attention in ("triton_small", "triton_fixed", "mosaic_prefill"):  # one write for all of these
         return "triton"
     return attention if attention in IMPLEMENTATIONS else "xla"
 

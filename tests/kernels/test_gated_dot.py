@@ -67,17 +67,21 @@ CALLS = [
 ]  # fmt: skip
 
 
+KERNELS = ("triton", "triton_fixed")
+DEFAULT = {"triton": (CALLS[1], CALLS[3]), "triton_fixed": (CALLS[3],)}  # the fourth one is refused
+
+
 # The kernel's own tiles hold each of these shapes once: one case with them, and all with small tiles.
 @pytest.mark.parametrize(
     ("implementation", "rows", "width", "outputs", "dtype", "activation"),
     [
-        pytest.param(name, *call, marks=[pytest.mark.slow] * (name == "triton" and call not in (CALLS[1], CALLS[3])))
+        pytest.param(name, *call, marks=[pytest.mark.slow] * (name in KERNELS and call not in DEFAULT[name]))
         for name in (None, *IMPLEMENTATIONS, "small tiles") for call in CALLS
     ],
 )  # fmt: skip
 def test_matches_float64(implementation, rows, width, outputs, dtype, activation):
     x, weight = inputs(rows, width, outputs, dtype)
-    if implementation in ("triton", "small tiles") and dtype == "float32":
+    if implementation in (*KERNELS, "small tiles") and dtype == "float32":
         assert triton.refuse(jax.devices("cpu")[0], x, weight, activation) is not None
         return
     if implementation == "small tiles":

@@ -61,7 +61,7 @@ def test_the_printed_table(config, capsys):
 @pytest.mark.parametrize(
     ("options", "target", "error", "says"),
     [
-        ({"deterministic": True}, "h200", ModelLoadError, "the model is bfloat16 on gpu"),
+        ({"deterministic": True, "dtype": "float32"}, "h200", ModelLoadError, "the model is float32 on gpu"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, "cpu", RequestError, "must be a multiple of nnodes=2"),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged import planning
+from jpaged.models.sharding import shards_of
 from jpaged.models.spec import DecoderSpec, QKNorm, Rope, param_shapes
 from jpaged.runtime.adapter_pool import AdapterOptions
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
@@ -31,12 +32,14 @@ class Command:
     depth: int  # columns
     kind: str   # "kCustomKernel", "kCopy" and so on
     name: str   # of a kernel
+    launch: tuple[int, ...] = ()  # threads of a block, and its bytes of shared memory
 
 
 def commands_of(is_decode, folder, **options):
     """The commands of the largest program of a kind."""
     config = planning.engine_config("test", {"max_num_seqs": 64, "max_num_batched_tokens": 256} | options)
-    placement = dataclasses.replace(Placement.for_target(H200), dump_to=str(folder))
+    shards = shards_of(config)
+    placement = dataclasses.replace(Placement.for_target(H200, shards), dump_to=str(folder))
     adapters = AdapterOptions.of(SPEC, config, np.dtype(jnp.bfloat16))
     model = ServedModel(SPEC, param_shapes(SPEC, "bfloat16"), adapters=adapters)
     build = Blueprint.draw(model, config, placement).fit(free_bytes=2**30)
@@ -44,8 +47,12 @@ def commands_of(is_decode, folder, **options):
     with H200.tracing():
         build.compile(max((s for s in forwards if s.is_decode == is_decode), key=lambda shape: shape.tokens))
     (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
-    lines = re.findall(r"^( *)\d+: (\w+) +\[[^]]*\] *(\S*)", file.read_text(), re.MULTILINE)
-    return [Command(len(indent), kind, name) for indent, kind, name in lines]
+    lines = re.findall(r"^( *)\d+: (\w+) +\[[^]]*\] *(\S*)(.*)", file.read_text(), re.MULTILINE)
+    launch = re.compile(r"threads: \[(\d+),.*shared_memory: (\d+)")
+    return [
+        Command(len(indent), kind, name, tuple(int(n) for numbers in launch.findall(rest) for n in numbers))
+        for indent, kind, name, rest in lines
+    ]
 
 
 def layer_of(commands):
@@ -54,13 +61,15 @@ def layer_of(commands):
     return commands[second:third]
 
 
-def test_a_decode_step_is_one_command_and_twelve_kernels_a_layer(tmp_path):
-    graph, *commands = commands_of(True, tmp_path)
+@pytest.mark.parametrize(("fused", "kernels"), [(None, 9), (False, 12)])
+def test_a_decode_step_is_one_command_and_nine_kernels_a_layer(fused, kernels, tmp_path):
+    """A layer of 30 MiB is fused by default. Nothing is copied."""
+    graph, *commands = commands_of(True, tmp_path, fused_layers=fused)
     assert (graph.depth, graph.kind) == (0, "kCommandBuffer")
     assert all(command.depth == 4 for command in commands)  # in the graph, and in no branch
     layer = layer_of(commands)
     assert {command.kind for command in layer} == {"kCustomKernel"}
-    assert len(layer) <= 12
+    assert len(layer) <= kernels
     print([command.name for command in layer])
 
 
@@ -77,6 +86,32 @@ def test_adapters_add_eight_kernels_a_layer(is_decode, tmp_path):
     assert {command.kind for command in layer} == {"kCustomKernel", *of_prompts}
     if is_decode:
         assert len(layer) <= 12 + 8
+
+
+def test_programs_of_all_sizes_have_the_same_kernels_with_deterministic(tmp_path):
+    """Decodes of 8 and 256 rows, and a chunk of 256 tokens. No operation of XLA is in a layer, and nothing is copied.
+
+    A kernel has the same threads and shared memory, which follow from its tile, in all programs. `tree_dot` and
+    `partial_dots` are one kernel: the first adds the parts of a tile that the second stores.
+    """
+    launches = {}
+    for is_decode, rows in ((True, 8), (True, 256), (False, 64)):
+        folder = tmp_path / f"{is_decode} {rows}"
+        graph, *commands = commands_of(is_decode, folder, max_num_seqs=rows, deterministic=True)
+        layer = layer_of(commands)
+        assert {command.kind for command in layer} <= {"kCustomKernel", "kConditional"}
+        names = [re.sub(r"__\d+$", "", command.name) for command in layer if command.kind == "kCustomKernel"]
+        print(is_decode, rows, names)
+        assert set(names) <= {
+            "write_qkv", "paged_chunks_fixed", "paged_decode_fixed", "paged_merge_fixed", "partial_dots", "add_norm",
+            "gated_dot", "dot",
+        }  # fmt: skip
+        for name, command in zip(names, (c for c in layer if c.kind == "kCustomKernel"), strict=True):
+            launches.setdefault(name, set()).add(command.launch)
+        if is_decode:
+            assert graph.kind == "kCommandBuffer"
+            assert len(layer) == 9
+    assert all(len(found) == 1 for found in launches.values()), launches
 
 
 def test_a_mixed_step_without_decodes_launches_no_decode_kernel(tmp_path):

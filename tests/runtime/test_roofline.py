@@ -51,7 +51,7 @@ def prediction(target: Target, layers: int, **options):
 
 
 @pytest.mark.parametrize("target", [pytest.param(t, marks=marks(t), id=t.name) for t in (H200, V5E)])
-def test_a_layer_adds_its_weights_its_kv_and_twelve_kernels(target):
+def test_a_layer_adds_its_weights_its_kv_and_nine_kernels(target):
     """The predicted bytes are little more than the least. A card copies nothing, and gets one command."""
     two, three = prediction(target, 2), prediction(target, 3)
     assert [step.load.rows for step in three.steps] == [64]  # 65 requests do not run at once
@@ -67,7 +67,7 @@ def test_a_layer_adds_its_weights_its_kv_and_twelve_kernels(target):
     print(target.name, decode, greedy, random, mixed, sep="\n")
     if target is H200:
         assert decode.copies == 0
-        assert decode.kernels - two.programs[0].kernels <= 12
+        assert decode.kernels - two.programs[0].kernels <= 9
         assert {cost.commands for cost in three.programs} == {1}
 
 

@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "program": (
         "quantized_activations", "deterministic", "attention_implementation", "gated_dot_implementation",
+        "fused_layers",
         "compilation_cache_dir", "row_buckets", "token_buckets",
     ),
     "access": (

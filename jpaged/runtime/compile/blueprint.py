@@ -28,6 +28,7 @@ from jpaged.models.spec import ALONE, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.params.logits_processors import LogitsProcessor
 from jpaged.phases import phase
 from jpaged.runtime.adapter_pool import AdapterOptions
+from jpaged.runtime.compile import fused_choice
 from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.compile.gated_dot_choice import checked_implementation, named_implementation
 from jpaged.runtime.compile.program_table import ProgramTable, temp_bytes
@@ -93,6 +94,7 @@ class Blueprint:
     implementation: str    # attention implementation
     kv_format: KVFormat
     gated_dot: str | None = None  # implementation; None: the tuning table chooses one for each program
+    fused: str | None = None      # of `fused_choice.fused_implementation`
 
     @classmethod
     def draw(cls, model: ServedModel, config: EngineConfig, placement: Placement) -> "Blueprint":
@@ -116,11 +118,14 @@ class Blueprint:
             implementation = _implementation(config, call, placement)
         params = local_shapes(model.params)
         gated_dot = named_implementation(config, here, params, model.layout, placement.device)
+        fused = fused_choice.fused_implementation(
+            config, here, params, model.layout, placement.device, placement.shards, _dtype(model.params)
+        )
         model = dataclasses.replace(model, params=placement.shapes_of(model.params))
         if model.drafter is not None:
             drafter = dataclasses.replace(model.drafter, params=placement.shapes_of(model.drafter.params))
             model = dataclasses.replace(model, drafter=drafter)
-        return cls(model, config, placement, limits, implementation, kv_format, gated_dot)
+        return cls(model, config, placement, limits, implementation, kv_format, gated_dot, fused)
 
     @property
     def local_spec(self) -> DecoderSpec:
@@ -303,6 +308,8 @@ class Blueprint:
         ModelLoadError if all fail, or if the options name one and it fails.
         """
         named, failures = self.config.attention_implementation, []
+        if self.placement.shards.fixed_kernels(self.dtype):
+            named = self.implementation  # another one has other sums
         call = _attention_call(self.local_spec, self.dtype, self.limits, self.kv_format)
         names = (named,) if named else usable_implementations(self.placement.device, *call)
         if names == ("xla",) and self.placement.platform == "gpu":
@@ -342,6 +349,14 @@ class Blueprint:
         params = local_shapes(model.params)
         name = checked_implementation(self.gated_dot, self.local_spec, params, model.layout, tokens, device)
         return dataclasses.replace(self, gated_dot=name)
+
+    def with_checked_fused(self, device: jax.Device) -> "Blueprint":
+        """The blueprint with fused layers that work on this device. See `fused_choice.checked_implementation`."""
+        forwards = [shape for shape in self.program_shapes if isinstance(shape, ForwardShape)]
+        tokens = sorted({shape.tokens for shape in forwards if fused_choice.takes_fused(self.fused, shape)})
+        params = local_shapes(self.model.params)
+        name = fused_choice.checked_implementation(self.fused, self.config, params, tokens, device)
+        return dataclasses.replace(self, fused=name)
 
     def check_attention(self, device: jax.Device) -> None:
         """Compare attention with its reference. Raises KernelCheckError if results are wrong on this device."""
@@ -446,6 +461,7 @@ class FittedBuild:
                 return compile_forward(
                     blueprint.step_params, state, shape, spec=model.spec, kv_groups=self.limits.kv_groups,
                     layout=model.layout, implementation=blueprint.implementation, gated_dot=blueprint.gated_dot,
+                    fused=blueprint.fused if fused_choice.takes_fused(blueprint.fused, shape) else None,
                     placement=blueprint.placement, store=self.store, stage=model.stage,
                     capture=model.drafter.capture if model.drafter is not None and shape.captures else None,
                     routes=blueprint.config.enable_return_routed_experts,
@@ -546,6 +562,12 @@ def _attention_call(
 def _implementation(config: EngineConfig, call: tuple[Any, ...], placement: Placement) -> str:
     """The attention implementation of the options, or the default for the device and the call."""
     name = config.attention_implementation
+    if placement.shards.fixed_kernels(call[0].dtype):
+        if name not in (None, "triton_fixed"):
+            raise ModelLoadError(
+                f"attention_implementation={name!r}: must be 'triton_fixed' with deterministic=True and 16-bit weights"
+            )
+        name = "triton_fixed"
     if name is None:
         return usable_implementations(placement.device, *call)[0]
     if name not in IMPLEMENTATIONS:

@@ -100,6 +100,7 @@ def forward(
     shape: ForwardShape,
     implementation: str,
     gated_dot: str | None = None,
+    fused: str | None = None,
     shards: Shards = WHOLE,
     stage: Stage = ALONE,
     capture: tuple[int, ...] | None = None,
@@ -135,8 +136,8 @@ def forward(
         PagedAttend(shape.max_query_len, implementation, shards, count),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
-        gated_dot=gated_dot, shards=shards, hidden=hidden, first_layer=stage.first_layer, capture=capture or (),
-        adapter_slots=batch.adapter_slots,
+        gated_dot=gated_dot, fused=fused, shards=shards, hidden=hidden, first_layer=stage.first_layer,
+        capture=capture or (), adapter_slots=batch.adapter_slots,
     )  # fmt: skip
     table = state.table
     if not shape.drafts:
@@ -240,6 +241,7 @@ def compile_forward(
     implementation: str,
     placement: Placement,
     gated_dot: str | None = None,
+    fused: str | None = None,
     store: ProgramStore | None = None,
     stage: Stage = ALONE,
     capture: tuple[int, ...] | None = None,
@@ -248,11 +250,12 @@ def compile_forward(
     """Compile a forward program from arrays or ShapeDtypeStructs, for `run_forward`.
 
     implementation: of attention. gated_dot: implementation of `pallas_kernels.gated_dot`; None: the best one.
+    fused: implementation of `models.fused_layer`; None: XLA's operations.
     """
     call = functools.partial(
         forward_of_arrays, weight_tree=jax.tree.structure(params), page_v_dim=state.page_v_dim, spec=spec,
         kv_groups=kv_groups, layout=layout, shape=shape, implementation=implementation, gated_dot=gated_dot,
-        shards=placement.shards, stage=stage, capture=capture, routes=routes,
+        fused=fused, shards=placement.shards, stage=stage, capture=capture, routes=routes,
     )  # fmt: skip
     packed = placement.shape((shape.packed_size,), np.int32)
     arguments: tuple[Any, ...] = (flat_weights(params), state_arrays(state), packed)
