@@ -13,7 +13,7 @@ def rope_layers(config: CheckpointConfig, layers: int) -> tuple[bool, ...]:
     """Per layer: True if it has rope. Llama 4 has the same keys."""
     interval = config.integer("no_rope_layer_interval", default=4)
     has_rope = config.get("no_rope_layers")  # despite the key's name, 1 means that the layer has rope
-    if has_rope is None:
+    if has_rope is None or has_rope == []:
         has_rope = [int((layer + 1) % interval != 0) for layer in range(layers)]
     is_list = isinstance(has_rope, list) and len(has_rope) == layers
     if not is_list or any(flag not in (0, 1) for flag in has_rope):

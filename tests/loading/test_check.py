@@ -134,7 +134,12 @@ class TestAgainstTransformers:
     """The answers that --record writes are those of Transformers; --answers then needs no torch."""
 
     # Transformers 5.24 refuses matrices in fp8 whose last block is not full
-    @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name != "deepseek-v3-fp8"], ids=lambda v: v.name)
+    # Transformers' AutoModelForCausalLM knows Mistral 4 inside its wrapper only
+    @pytest.mark.parametrize(
+        "variant",
+        [v for v in VARIANTS if v.name != "deepseek-v3-fp8" and not v.name.startswith("mistral4")],
+        ids=lambda v: v.name,
+    )
     def test_every_family_agrees(self, variant, tmp_path: Path, capsys) -> None:
         write_checkpoint(variant, 5, tmp_path / "model")
         answers = str(tmp_path / "answers.json")

@@ -212,6 +212,7 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("hunyuan", {"use_cla": True}, "use_cla=True is not supported"),
         ("minimax-m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported"),
+        ("minimax-m2", {"attn_type_list": [1, 0]}, r"attn_type_list=\[1, 0\] is not supported"),
         ("phimoe-plain", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported for phimoe"),
         ("laguna", {"num_attention_heads_per_layer": [4, 6, 5]}, "must be a list of 3 multiples of num_key_value_h"),
         ("laguna", {"gating": "none"}, "gating='none' is not supported"),
@@ -222,6 +223,12 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
 def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_of(config(name, **changes))
+
+
+def test_names_and_values_of_published_configs() -> None:
+    assert family_of({"architectures": ["Ernie4_5_ForCausalLM"]}).model_type == "ernie4_5"
+    assert spec_of(config("minimax-m2", attn_type_list=[1, 1])) == spec_of(config("minimax-m2"))
+    assert spec_of(config("llama4", no_rope_layers=[])) == spec_of(config("llama4"))
 
 
 def test_kimi_k2_is_a_deepseek_v3() -> None:

@@ -1,5 +1,8 @@
 """The rows of chunked attention: every query has the keys of its own chunk, and no others."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,8 +25,8 @@ def test_each_query_has_the_keys_of_its_chunk(chunk: int, longest: int) -> None:
     lens = (counts + rng.integers(0, 90, counts.size) * (counts > 0)).astype(np.int32)
     tables = rng.permutation(len(counts) * 24).reshape(len(counts), 24).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    rows = (jnp.array(array) for array in (tables, lens, starts))
-    parts = rows_by_chunk(*rows, chunk, max_query_len=longest, block_size=BLOCK)
+    cut = jax.jit(functools.partial(rows_by_chunk, chunk=chunk, max_query_len=longest, block_size=BLOCK))
+    parts = cut(tables, lens, starts)
     part_tables, part_lens, part_starts = (np.asarray(part) for part in parts)
 
     found: list[list[tuple[int, int]]] = []

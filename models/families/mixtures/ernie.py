@@ -55,8 +55,8 @@ def _ernie_moe(config: CheckpointConfig) -> DecoderSpec:
 
 
 ERNIE = Family(
-    "ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5Model"), _ernie, RULES, llama.PREFIX, llama.IGNORED,
-    has_classifier=False,
+    "ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5Model", "Ernie4_5_ForCausalLM"), _ernie, RULES, llama.PREFIX,
+    llama.IGNORED, has_classifier=False,
 )  # fmt: skip
 ERNIE_MOE = Family(
     "ernie4_5_moe", ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"), _ernie_moe, MOE_RULES, llama.PREFIX, IGNORED,

@@ -25,6 +25,8 @@ def _minimax_m2(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("use_routing_bias", True)
     config.refuse("shared_intermediate_size", 0)
     config.refuse("sliding_window")
+    if any(kind != 1 for kind in config.get("attn_type_list", default=[])):  # 0 is linear attention
+        config.refuse("attn_type_list")
     config = config.with_defaults(num_key_value_heads=8, head_dim=128, max_position_embeddings=196_608)
     if config.get("rotary_dim") is not None:
         share = config.integer("rotary_dim") / config.integer("head_dim")
