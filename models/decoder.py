@@ -388,6 +388,7 @@ def _layer(
     if norms is None:
         x, pages, choice = _run_layer(x, context, pages, metadata, options, attend)
         return x, None, pages, choice
+    assert isinstance(options, AttentionOptions), "`refuse_fused` refuses recurrent layers"
     normed = normalise("attn_norm", x, context) if normed is None else normed
     sinks = context.params["sinks"] if context.spec.sinks else None
     out, pages = attend(_project(normed, context), pages, metadata, options, sinks)

@@ -47,6 +47,8 @@ def refuse_fused(spec: DecoderSpec) -> str | None:
         "norms after attention or after the feed-forward network": spec.norm_position is not NormPosition.PRE,
         "a parallel residual": spec.parallel_residual or spec.shared_norm,
         "a factor of the residual": spec.residual_scale != 1,
+        "recurrent layers": any(spec.recurrent),
+        "attention in both directions": spec.encoder is not None,
         "experts": spec.experts is not None,
         "latent attention": spec.latent is not None,
         "norms of queries and keys that are not per head and before rope": spec.qk_norm not in (None, QKNorm.HEAD),

@@ -11,6 +11,7 @@ import transformers
 from jpaged.errors import ModelLoadError
 from jpaged.models import rope
 from jpaged.models.families import family_of, spec_of
+from jpaged.models.sharding import Shards, split_spec
 from jpaged.models.spec import Rope
 from tests.golden.checkpoints import BY_NAME, VARIANTS, Variant
 
@@ -231,6 +232,12 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
 def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_of(config(name, **changes))
+
+
+@pytest.mark.parametrize(("name", "field"), [("laguna", "heads_by_layer"), ("phimoe", "lm_head_bias")])
+def test_models_that_cannot_be_split_over_devices(name: str, field: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"the model has {field}=.*cannot be split over devices yet"):
+        split_spec(spec_of(config(name)), Shards(2))
 
 
 def test_names_and_values_of_published_configs() -> None:
