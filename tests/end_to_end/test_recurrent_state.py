@@ -214,5 +214,5 @@ def test_live_arrays_with_separate_queries_are_refused():
         parts = {} if qkv is None else {"q": qkv[:, 2:-2], "k": qkv[:, -2], "v": qkv[:, -1]}
         parts = {name: leaf.reshape(-1, HYBRID.hidden_size) for name, leaf in parts.items()}
         layers.append({name: leaf for name, leaf in layer.items() if name != "qkv"} | parts)
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelLoadError, match="qkv"):
         load_model(EngineConfig(model="tiny"), params | {"layers": tuple(layers)}, HYBRID)
