@@ -58,6 +58,11 @@ from jpaged.models.stages import placer_for
 
 logger = logging.getLogger(__name__)
 
+_NO_SPLIT_GATES = (
+    "live arrays of a model with attention gates must be the engine's own tree (jpaged.models.spec.param_shapes), with "
+    "the fused leaf qkv: other trees are not read yet"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
@@ -325,6 +330,8 @@ def _from_live(
         spec = family_of(values).spec(reader)
     spec = for_runner(spec, config.runner)
     if not is_engine_tree(params):
+        if spec.attention_gate:
+            raise ModelLoadError(_NO_SPLIT_GATES)
         refuse_layout(layout)
         tree = read_tree(spec, params)
         spec, params, layout = tree.spec, tree.params, tree.layout
@@ -333,6 +340,8 @@ def _from_live(
             tree.kind, tree.num_by_reference, len(tree.leaves), tree.copied_bytes / 1e6,
         )  # fmt: skip
     live = check_live(spec, params, layout)
+    if spec.attention_gate and live.layout.split_qkv:
+        raise ModelLoadError(_NO_SPLIT_GATES)
     if config.dtype not in ("auto", live.dtype.name):
         resolve_dtype(config.dtype, None, spec)
         raise ModelLoadError(

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams
+from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
-from jpaged.models.spec import GatedDelta, Norm, QKNorm
+from jpaged.loading import load_model
+from jpaged.models.spec import GatedDelta, Norm, QKNorm, param_shapes
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.tiny_engine import (
     BLOCK_SIZE,
@@ -27,6 +29,7 @@ from tests.support.tiny_engine import (
     drain,
     make_engine,
     make_runner,
+    random_tree,
     run,
 )
 
@@ -200,3 +203,16 @@ def test_bytes_are_planned(runner):
     assert runner.recurrent_sizes.num_rows == MAX_ROWS
     assert f"{MAX_ROWS} rows and {runner.recurrent_sizes.num_snapshots} snapshots" in str(plan)
     assert len(runner.state.pages) == 1  # of the one layer with attention
+
+
+def test_live_arrays_with_separate_queries_are_refused():
+    """Their gates would be lost."""
+    params = random_tree(param_shapes(HYBRID, jnp.float32))
+    layers = []
+    for layer in params["layers"]:
+        qkv = layer.get("qkv")
+        parts = {} if qkv is None else {"q": qkv[:, 2:-2], "k": qkv[:, -2], "v": qkv[:, -1]}
+        parts = {name: leaf.reshape(-1, HYBRID.hidden_size) for name, leaf in parts.items()}
+        layers.append({name: leaf for name, leaf in layer.items() if name != "qkv"} | parts)
+    with pytest.raises(ModelLoadError, match="qkv"):
+        load_model(EngineConfig(model="tiny"), params | {"layers": tuple(layers)}, HYBRID)
