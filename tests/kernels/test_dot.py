@@ -100,7 +100,7 @@ def test_nan_of_a_row_stays_in_its_row():
         ((8, 40), (16, 40), {"implementation": "cpu"}, "rows of 40 numbers are not a multiple of 64 bytes"),
         ((8, 64), (16, 32), {}, r"weight \(16, 32\) of float32: must be \[out, 64\] of float32, as x"),
         ((8, 64), (16,), {}, r"weight \(16,\): must be \[out, in\]"),
-        ((8, 64), (16, 64), {"implementation": "triton"}, "implementation='triton': must be one of xla, cpu"),
+        ((8, 64), (16, 64), {"implementation": "cuda"}, "implementation='cuda': must be one of xla, cpu"),
         ((8, 64), (16, 64), {"implementation": "cpu", "dtype": "float16"}, "multiplies bfloat16 or float32"),
     ],
 )
