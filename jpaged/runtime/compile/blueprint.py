@@ -482,9 +482,11 @@ class FittedBuild:
             raise EngineError("the engine has no drafter on the device")
         layers, dtype = drafter.layer_spec, _dtype(drafter.params)
         call = _attention_call(layers, dtype, limits, KVFormat(dtype))
+        # no start compares a drafter's attention with its reference, and Mosaic GPU's prefill needs that
+        names = [name for name in usable_implementations(placement.device, *call) if name != "mosaic_prefill"]
         common: dict[str, Any] = {
             "columns": TableColumns.of(limits.kv_groups, limits.width), "layout": drafter.layout,
-            "implementation": usable_implementations(placement.device, *call)[0],
+            "implementation": names[0],
         }  # fmt: skip
         if isinstance(drafter.spec, HeadSpec):
             options: Any = HeadOptions(
