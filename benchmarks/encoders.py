@@ -6,9 +6,10 @@ PYTHON is that of an environment with sentence-transformers, torch, onnxruntime 
 of its own, and waits while another one works. A round is one call of each, from texts to embeddings of length
 1: 64 texts of 128 tokens, tokenised by the same tokenizer, in float32. The model has MiniLM's shape (22 million
 parameters) and random weights. The peers use the batch size that is fastest in their warm-up, and ONNX Runtime the
-faster of the exported graph and the one that its BERT optimizer fuses. Prints median and minimum of each engine's
-seconds, and the minimum of the seconds that all cores worked for it. Then the median of jpaged's ratio to the best peer
-of the same round, and the largest 1 - cosine to sentence-transformers. Core-seconds can be compared on a busy machine.
+faster of the exported graph and the one that its BERT optimizer fuses. Prints for each engine the
+median and the minimum of its seconds, the smallest number of seconds that all cores worked for it, and its largest
+1 - cosine to sentence-transformers. Then the median of jpaged's ratio to the best peer of the same round. Core-seconds
+can be compared on a busy machine.
 """
 
 import argparse

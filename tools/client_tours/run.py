@@ -58,7 +58,7 @@ CLIENTS = (
     Client("litellm", ("litellm==1.110.2",), "tour_litellm.py"),
     # The newest version with an extra `proxy` that could be installed.
     Client("litellm-proxy", ("litellm[proxy]==1.106.0",), "tour_litellm_proxy.py"),
-    Client("langchain-openai", ("langchain-openai==1.7.4", "langchain-cohere==0.6.0"), "tour_langchain.py"),
+    Client("langchain-openai", ("langchain-openai==1.7.4",), "tour_langchain.py"),
     Client("instructor", ("instructor==1.17.0",), "tour_instructor.py"),
     Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.66.0",), "tour_pydantic_ai.py"),
     Client(

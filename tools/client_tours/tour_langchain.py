@@ -1,18 +1,15 @@
-"""Tour of LangChain: chat and Responses, streams, tools, structured output, completions, embeddings, reranking."""
+"""Tour of `langchain-openai`: chat and Responses, streams, tools, structured output, completions, embeddings."""
 
 import asyncio
 from typing import Any, Literal
 
 from checks import BASE, EMBEDDING_BASE, MODEL, PROMPT, Checks
-from langchain_cohere import CohereRerank
-from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
 ENDPOINT: Any = {"base_url": f"{BASE}/v1", "api_key": "none", "model": MODEL, "max_retries": 0}
-TEXTS = ["x = 1", PROMPT, "class Reader:"]  # documents to rerank
 ASK = [SystemMessage("Write Python."), HumanMessage(PROMPT)]
 
 
@@ -102,13 +99,6 @@ def main() -> None:
     with checks.check("OpenAIEmbeddings: embed_documents, check_embedding_ctx_length=False"):
         vectors = OpenAIEmbeddings(**embed, check_embedding_ctx_length=False).embed_documents([PROMPT, "x"])
         assert [len(vector) for vector in vectors] == [256, 256]
-    with checks.check("CohereRerank: compress_documents, top_n"):
-        rerank = CohereRerank(base_url=EMBEDDING_BASE, cohere_api_key="none", model=MODEL, top_n=2)
-        ranked = rerank.compress_documents([Document(text) for text in TEXTS], PROMPT)
-        scores = [document.metadata["relevance_score"] for document in ranked]
-        assert (ranked[0].page_content, len(ranked)) == (PROMPT, 2)
-        assert scores == sorted(scores, reverse=True)
-        assert abs(scores[0] - 1) < 1e-4  # the cosine of a text with itself
     checks.write()
 
 
