@@ -25,8 +25,8 @@ SPEC = DecoderSpec(
 
 @pytest.mark.slow
 @pytest.mark.codegen
-def test_bits_do_not_depend_on_batch_chunks_cache_preemption_or_devices(tmp_path):
-    """Greedy, seeded and with log-probabilities. One device and two; a batch, alone, from the cache, and preempted."""
+def test_bits_do_not_depend_on_batch_chunks_cache_or_devices(tmp_path):
+    """Greedy, seeded and with log-probabilities. One device; alone, from the cache; two devices with small chunks."""
     write_checkpoint(next(v for v in VARIANTS if v.name == "qwen3"), 0, tmp_path)
     prompts, params = workload(8, seed=4, longest=40)
     params = [dataclasses.replace(one, max_tokens=min(one.max_tokens, 10)) for one in params]
@@ -37,12 +37,9 @@ def test_bits_do_not_depend_on_batch_chunks_cache_preemption_or_devices(tmp_path
         assert llm.stats().prefix_hit_tokens > 0
         each = zip(prompts, params, strict=True)
         assert [answers(llm.generate(*one, use_tqdm=False))[0] for one in each] == first
-        spec = llm.spec
-    block = 2 * 16 * (spec.num_kv_heads // 2) * spec.head_dim * 2 * spec.num_layers  # on each of two devices
-    tight = {"kv_cache_memory_bytes": 10 * block, "token_buckets": (16,), "max_num_batched_tokens": 16}
-    with LLM(str(tmp_path), **FIXED | tight, tensor_parallel_size=2) as llm:
+    small = {"token_buckets": (16,), "max_num_batched_tokens": 16}
+    with LLM(str(tmp_path), **FIXED | small, tensor_parallel_size=2) as llm:
         assert answers(llm.generate(prompts, params, use_tqdm=False)) == first
-        assert llm.stats().preemptions > 0
 
 
 @pytest.mark.parametrize(

@@ -211,9 +211,12 @@ def _bytes_read(parameter: Operation, body: Mapping[str, Operation]) -> int:
     return min(total, parameter.num_bytes)
 
 
+_MATMULS = ("dot", "gated_dot", "partial_dots", "tree_dot")  # kernels of `pallas_kernels`
+
+
 def _flops(operation: Operation, around: Mapping[str, Operation]) -> int:
     """FLOPs of a matmul; 0 for other operations."""
-    if operation.kernel == "gated_dot":  # the last operands are x [rows, in] and the weights [2, out, in]
+    if operation.kernel in _MATMULS:  # the last operands are x [rows, in] and the weights [..., out, in]
         (x,), (weight,) = (_dimensions(around[name].shape) for name in operation.operands[-2:])
         return 2 * x[0] * math.prod(weight)
     if operation.kind == "convolution":
