@@ -221,7 +221,7 @@ def test_chat_flags_of_serve_reach_the_server(monkeypatch):
         (["serve", "demo", "--port", "0", "--metrics-port", "70000"], "--metrics-port takes 0 to 65535"),
         (["serve", "demo", "--chat-template", "/nowhere/x.jinja"], "chat_template"),
         (["serve", "demo", "--tool-call-parser", "qwen9"], "must be one of hermes, llama3_json, mistral"),
-        (["serve", "demo", "--reasoning-parser", "qwen9"], "must be one of deepseek_r1, qwen3"),
+        (["serve", "demo", "--reasoning-parser", "qwen9"], "must be one of deepseek_r1, "),
         (["serve", "demo", "--reasoning-tags", "<a>", "<a>"], "start and end must differ"),
         (["serve", "demo", "--host", "256.0.0.1"], "cannot listen"),
         (["serve", "demo", "--port", "99999"], "--port takes 0 to 65535"),

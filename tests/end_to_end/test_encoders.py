@@ -191,6 +191,7 @@ def test_refused_options(options, says, tmp_path):
         LLM(str(tmp_path), **OPTIONS | options)
 
 
+@pytest.mark.slow
 def test_files_of_sentence_transformers(tmp_path, words):
     """Pooling, prompts and the length of a text come from the folder. Other modules are refused by name."""
     write_checkpoint(BERT, SEED, tmp_path)

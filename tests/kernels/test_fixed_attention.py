@@ -52,10 +52,8 @@ def attend(name, q, rows, lens, counts, implementation="triton_fixed"):
     return np.asarray(out, np.float32)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "slopes")]
-
-
-@pytest.mark.parametrize("name", ["window", *SLOW])
+@pytest.mark.slow  # 61 programs, most of them operations of the test itself
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_decode_has_the_bits_of_every_chunk(name):
     rng = np.random.default_rng(1)
     q = jnp.asarray(rng.standard_normal((sum(COUNTS), KV_HEADS * OPTIONS[name][0], HEAD_DIM)), jnp.bfloat16)

@@ -71,7 +71,8 @@ def test_a_part_of_the_outputs_or_inputs_has_the_same_bits():
     np.testing.assert_array_equal(outputs, product[:, 77:])
 
 
-@pytest.mark.parametrize("width", [48, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [48, 1024])
 def test_add_norm_has_the_bits_of_its_reference_nearly_everywhere(width):
     """A bfloat16 number may be rounded either way, because the mean is summed in another order."""
     rng = np.random.default_rng(1)

@@ -161,4 +161,4 @@ def test_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         spec_of({"architectures": ["Mistral3ForConditionalGeneration"]} | values)
     with pytest.raises(ModelLoadError, match="and the text models inside Gemma3ForConditionalGeneration, Llama4"):
-        spec_of({"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {}})
+        spec_of({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {}})
