@@ -92,6 +92,7 @@ def test_the_length_of_a_split_depends_on_the_width_of_the_tables_only():
     assert [triton_fixed.split_keys(keys) for keys in (16, 32_768, 32_769, 131_072)] == [512, 512, 1024, 2048]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "dtype", "message"), [(4, "float32", "queries of float32"), (130, "bfloat16", "65 query heads per KV")]
 )

@@ -32,8 +32,8 @@ TOLERANCE = 1e-4  # on natural logarithms
 
 
 # By default one variant of each older family, DeepSeek-V3 in the format of its release, and of the newer families those
-# with a mechanism of their own: norms after rope, unlike numbers of heads with gates, and chunked attention with rope in
-# pairs and queries that grow. All of them in .ci/run.
+# with a mechanism of their own: norms after rope, unlike numbers of heads with gates, and chunked attention with rope
+# in pairs and queries that grow. All of them in .ci/run.
 FIRST = [
     *(v for v in first_of_each_family() if v.config["model_type"] not in NEWER),
     *(BY_NAME[name] for name in ("deepseek-v3-fp8", "hunyuan", "laguna", "llama4")),
