@@ -25,8 +25,11 @@ SPEC = DecoderSpec(
 
 @pytest.mark.slow
 @pytest.mark.codegen
-def test_bits_do_not_depend_on_batch_chunks_cache_or_devices(tmp_path):
-    """Greedy, seeded and with log-probabilities. One device; alone, from the cache; two devices with small chunks."""
+def test_bits_do_not_depend_on_batch_chunks_cache_preemption_or_devices(tmp_path):
+    """Greedy, seeded and with log-probabilities. One device; alone, from the cache; two devices with small chunks.
+
+    The pool of the two devices has room for some of the requests only.
+    """
     write_checkpoint(next(v for v in VARIANTS if v.name == "qwen3"), 0, tmp_path)
     prompts, params = workload(8, seed=4, longest=40)
     params = [dataclasses.replace(one, max_tokens=min(one.max_tokens, 10)) for one in params]
@@ -37,9 +40,11 @@ def test_bits_do_not_depend_on_batch_chunks_cache_or_devices(tmp_path):
         assert llm.stats().prefix_hit_tokens > 0
         each = zip(prompts, params, strict=True)
         assert [answers(llm.generate(*one, use_tqdm=False))[0] for one in each] == first
-    small = {"token_buckets": (16,), "max_num_batched_tokens": 16}
+        block = 2 * 16 * llm.spec.num_kv_heads // 2 * llm.spec.head_dim * 2 * llm.spec.num_layers  # of one device
+    small = {"token_buckets": (16,), "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 9 * block}
     with LLM(str(tmp_path), **FIXED | small, tensor_parallel_size=2) as llm:
         assert answers(llm.generate(prompts, params, use_tqdm=False)) == first
+        assert llm.stats().preemptions > 0
 
 
 @pytest.mark.parametrize(
