@@ -97,6 +97,7 @@ def test_errors_and_leaving(answering):
 
 class FakeServer:
     port = 0
+    has_front_ends = False
 
     def __init__(self, *spans: Span):
         self.spans = spans
