@@ -41,7 +41,8 @@ def test_bits_do_not_depend_on_batch_chunks_cache_preemption_or_devices(tmp_path
         each = zip(prompts, params, strict=True)
         assert [answers(llm.generate(*one, use_tqdm=False))[0] for one in each] == first
         block = 2 * 16 * llm.spec.num_kv_heads // 2 * llm.spec.head_dim * 2 * llm.spec.num_layers  # of one device
-    small = {"token_buckets": (16,), "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 9 * block}
+    small = {"token_buckets": (16,), "max_num_batched_tokens": 16, "max_model_len": 64}
+    small["kv_cache_memory_bytes"] = 5 * block
     with LLM(str(tmp_path), **FIXED | small, tensor_parallel_size=2) as llm:
         assert answers(llm.generate(prompts, params, use_tqdm=False)) == first
         assert llm.stats().preemptions > 0
