@@ -15,6 +15,7 @@ from jpaged.parsers.known_tools import referenced, schema_types
 
 # White space as chat templates and `json.dumps` write it. Models were trained on it, and it is bounded.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MAX_RULES_LENGTH = 65_536  # characters; the default of `max_grammar_bytes`, over which a grammar is refused
 SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 _KEY = re.compile(r"[^<>\"\n]{1,256}")  # as the parser reads it
@@ -56,6 +57,11 @@ def raw_strings(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[st
     return [] if simple and plain and types <= SCALARS else None
 
 
+def too_long(rules: list[str]) -> bool:
+    """True if a grammar with these rules is over its limit, so that more of them are not worth writing."""
+    return sum(map(len, rules)) > MAX_RULES_LENGTH
+
+
 class TaggedArguments:
     """Grammar of arguments with a tag around each: `opening VALUE closing` for each property.
 
@@ -77,7 +83,7 @@ class TaggedArguments:
         names, rules = list[str](), list[str]()
         for i, (key, given) in enumerate(properties.items()):
             written = self._property(f"{rule}_{i}", key, given, root, tags)
-            if written is None:
+            if written is None or too_long(rules):
                 return None
             names.append(f"{rule}_{i}" if key in required else f"{rule}_{i}?")
             rules += written

@@ -53,11 +53,20 @@ def _read_message(scanner: Scanner, sink: AnswerSink, known: Known, header: str)
     name = recipient[1].removeprefix("functions.") if recipient else ""
     text = sink.content
     if name and known(name):
-        if (yield from scanner.space()) == "{":
+        following = yield from scanner.space()
+        if following == "{":
             sink.start_call(name)
             scanner.release()  # the call has begun, so its text cannot become content
             if (yield from read_value(scanner, sink.arguments)):
                 sink.end_call()
+        elif not following:  # cut off before its arguments
+            scanner.release()
+        elif (yield from scanner.accept(ENDS[1])):
+            sink.start_call(name)
+            scanner.release()
+            sink.arguments("{}")
+            sink.end_call()
+            return
         else:
             text.append(scanner.release())
     elif is_reasoning or not name:

@@ -13,6 +13,7 @@ from jpaged.parsers.pythonic import read_literal
 from jpaged.parsers.scanner import Scanner
 
 MAX_REFERENCES = 32  # nested references and alternatives of a schema that are followed
+MAX_SCHEMAS = 256    # parts of a schema that are read for the types of one value
 STRING = frozenset({"string"})
 CONTAINERS = frozenset({"array", "object"})
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
@@ -39,23 +40,40 @@ class KnownTools:
         return schema_types(properties.get(key, schema.get("additionalProperties")), schema)
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def schema_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema allows. Empty: it does not say. root: the schema that references point into."""
+    return _types(schema, root, 0, {})
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]) -> frozenset[str]:
+    """Each part is read once. Otherwise alternatives that refer to each other would take exponential time.
+
+    known: the types of parts, by their id(). A part that is being read has none yet.
+    """
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return frozenset()
+    if id(schema) not in known and len(known) < MAX_SCHEMAS:
+        known[id(schema)] = frozenset()
+        known[id(schema)] = _types_of_part(schema, root, depth, known)
+    return known.get(id(schema), frozenset())
+
+
+def _types_of_part(
+    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int, known: dict[int, frozenset[str]]
+) -> frozenset[str]:
     given = schema.get("type")
     if given is not None:
         types = frozenset([given] if isinstance(given, str) else given)
         return types | {"null"} if schema.get("nullable") is True else types
     if isinstance(schema.get("$ref"), str):
-        return schema_types(referenced(schema["$ref"], root), root, depth + 1)
+        return _types(referenced(schema["$ref"], root), root, depth + 1, known)
     if "const" in schema or schema.get("enum"):
         return frozenset(map(_type_of, [schema["const"]] if "const" in schema else schema["enum"]))
     for several in ("anyOf", "oneOf"):
         if schema.get(several):
-            parts = [schema_types(part, root, depth + 1) for part in schema[several]]
+            parts = [_types(part, root, depth + 1, known) for part in schema[several]]
             return frozenset().union(*parts) if all(parts) else frozenset()
-    found = (schema_types(part, root, depth + 1) for part in schema.get("allOf") or ())
+    found = (_types(part, root, depth + 1, known) for part in schema.get("allOf") or ())
     return next(filter(None, found), frozenset())
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jpaged.parsers.argument_grammar import declared_properties, json_rule, raw_strings
+from jpaged.parsers.argument_grammar import declared_properties, json_rule, raw_strings, too_long
 from jpaged.parsers.call_frame import Tags, literal
 from jpaged.parsers.definitions import without_annotations
 from jpaged.parsers.known_tools import CONTAINERS, referenced, schema_types
@@ -45,7 +45,7 @@ class ListedArguments:
         rules, items = list[str](), list[tuple[str, bool]]()
         for i, (key, given) in enumerate(properties.items()):
             written = self._value(f"{rule}_{i}", given, root, tags, depth + 1)
-            if written is None:
+            if written is None or too_long(rules):
                 return None
             rules += written
             items.append((f"{literal(key + self._assign)} {rule}_{i}", key in (schema.get("required") or [])))

@@ -53,14 +53,18 @@ class XmlTags:
         name = yield from scanner.run(_NAME, MAX_NAME)
         if not name or not known(name) or not (yield from scanner.accept(self.name_end)):
             return False
-        if (yield from scanner.space()) != "<":
-            return False
-        sink.start_call(name)
-        scanner.release()  # the call has begun, so its text cannot become content
-        opening = "{"
-        while not (yield from scanner.accept(self.call_end)):
-            if not scanner.step(ARGUMENT_STEPS) or not (yield from scanner.accept(self.key)):
+        yield from scanner.space()
+        begun, opening = False, "{"
+        while True:
+            ended = yield from scanner.accept(self.call_end)
+            if not ended and not (scanner.step(ARGUMENT_STEPS) and (yield from scanner.accept(self.key))):
                 return False
+            if not begun:
+                begun = True
+                sink.start_call(name)
+                scanner.release()  # the call has begun, so its text cannot become content
+            if ended:
+                break
             key = yield from scanner.run(_KEY, MAX_NAME)
             if not key:
                 return False

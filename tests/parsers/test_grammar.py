@@ -282,3 +282,13 @@ def test_a_schema_that_a_list_cannot_enforce_is_forced_in_json():
     for schema in ({"type": "array", "items": {"type": "string"}, "minItems": 1}, {"type": "string", "maxLength": 3}):
         assert enforced_format(FORMATS["gemma4"], one_tool(properties={"a": schema})) is FORMATS["json"]
     assert enforced_format(FORMATS["pythonic"], one_tool(properties={"a-b": {"type": "null"}})) is FORMATS["json"]
+
+
+def test_a_schema_whose_rules_would_fill_the_memory_is_forced_in_json():
+    """Seven levels of objects, each with ten properties of the next level: 10 million rules in Gemma's dialect."""
+    level = {"type": "object", "additionalProperties": False}
+    next_level = [{f"p{k}": {"$ref": f"#/$defs/l{i + 1}"} for k in range(10)} for i in range(7)]
+    levels = {f"l{i}": {**level, "properties": properties} for i, properties in enumerate(next_level)}
+    schema = {**levels["l0"], "$defs": levels | {"l7": {"type": "integer"}}}
+    tools = checked_tools([{"type": "function", "function": {"name": "search", "parameters": schema}}])
+    assert enforced_format(FORMATS["gemma4"], tools) is FORMATS["json"]

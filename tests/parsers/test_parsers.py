@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.parsers.answer import ParsedAnswer
 from jpaged.parsers.answer_parser import AnswerReader
+from jpaged.parsers.known_tools import schema_types
 from jpaged.parsers.tool_formats import FORMATS
 from tests.support import dialects
 from tests.support.tool_calls import RECORDED, TOOLS, reader
@@ -288,3 +289,31 @@ def test_a_forced_call_that_is_cut_leaves_no_content(name: str):
             for call, (_, whole) in zip(answer.tool_calls, calls, strict=False):
                 assert whole.startswith(call.arguments)
     assert [call.arguments for call in made.parse(text).tool_calls] == [arguments for _, arguments in calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("glm45", "Use <tool_call>search<br> to break", "Use <tool_call>search<br> to break"),
+        ("qwen3_coder", "The tag <function=search><b> is new", "The tag <function=search><b> is new"),
+    ],
+)
+def test_a_tag_of_another_kind_begins_no_call(name: str, text: str, content: str):
+    assert parts_of(reader(name).parse(text)) == (None, content, [])
+
+
+def test_harmony_without_arguments():
+    header = "<|channel|>commentary to=functions.search <|constrain|>json<|message|>"
+    assert parts_of(reader("openai").parse(header + "<|call|>")) == (None, None, [("search", "{}")])
+    before = "<|channel|>final<|message|>Hm.<|end|><|start|>assistant"
+    assert parts_of(reader("openai").parse(before + header)) == (None, "Hm.", [])
+
+
+def test_types_of_a_schema_that_refers_to_itself():
+    """Once it took time that was exponential in the number of alternatives."""
+    again = {"$ref": "#/$defs/a"}
+    root = {"$defs": {"a": {"anyOf": [again] * 10}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}
+    levels = {f"l{i}": {"anyOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 10} for i in range(9)} | {"l9": {"type": "number"}}
+    assert schema_types(again, root) == frozenset()
+    assert schema_types({"$ref": "#/$defs/b"}, root) == {"integer", "null"}
+    assert schema_types({"$ref": "#/$defs/l0"}, {"$defs": levels}) == frozenset({"number"})
