@@ -208,7 +208,8 @@ def main() -> None:
         children: dict[str, subprocess.Popen[str]] = {}
         for name in (JPAGED, TORCH, ONNX):  # one after another: each warms up alone
             python = sys.executable if name == JPAGED else given.peer_python
-            command = [python, __file__, "--child", name, folder]
+            # -P: Transformers imports a module `kernels` if there is one, and benchmarks/kernels.py is not it
+            command = [python, "-P", __file__, "--child", name, folder]
             children[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             if not _read_until(children[name], "ready"):
                 raise SystemExit(f"{name} did not start")
