@@ -5,8 +5,8 @@
    in page array j. A block is one page in each array, so any KV group can use any block, and one pool serves all kinds.
 3. A request has one block table per KV group. A KV group with a window frees the blocks before the window.
 
-A recurrent layer keeps no KV, so it is in no KV group. Its state has a place after the page arrays, one for each such
-layer. All of them share a place after the KV groups.
+A layer without attention keeps no KV, so it is in no KV group. The state of a recurrent layer has a place after the page
+arrays, one for each such layer. A layer may have both attention and a state, or neither.
 
 If all layers are of one kind, there is one KV group with one page array per layer. The design is that of vLLM's hybrid
 KV cache manager.
@@ -21,10 +21,11 @@ MAX_GROUPS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPlace:
-    """KV group and page array of a layer. Of a recurrent layer: the number of KV groups, and an index after them."""
+    """KV group and page array of a layer, and the place of its state. None: it has no KV, or no state."""
 
-    kv_group: int    # index
-    page_array: int  # index
+    kv_group: int | None    # index
+    page_array: int | None  # index
+    state: int | None = None  # index, counted after the page arrays
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class KVGroups:
         counts = [0] * len(self.windows)
         places = []
         for kv_group in (self.places[layer].kv_group for layer in layers):
+            assert kv_group is not None, "`refuse_with_state` refuses stages of other layers"
             places.append(KVPlace(kv_group, counts[kv_group]))
             counts[kv_group] += 1
         return KVGroups(self.windows, tuple(places), max(counts))
@@ -51,11 +53,12 @@ class KVGroups:
 
 
 def group_layers(
-    windows: Sequence[int | None], max_model_len: int, recurrent: Sequence[bool] = ()
+    windows: Sequence[int | None], max_model_len: int, recurrent: Sequence[bool] = (), attends: Sequence[bool] = ()
 ) -> KVGroups:
     """Cut layers into KV groups. windows: sliding window of each layer; None: no window.
 
-    recurrent: True for each layer without attention; (): all layers have attention.
+    recurrent: True for each layer with a state; (): no layer has one.
+    attends: True for each layer with attention; (): all layers that have no state.
 
     A KV group has at most `size` layers. The chosen size gives a request of max_model_len tokens the fewest pages,
     unused pages included; on a tie, the largest size wins. Sizes that give more than MAX_GROUPS KV groups are excluded.
@@ -65,8 +68,9 @@ def group_layers(
     # A window of max_model_len or more hides nothing. To support layers with different page shapes, add the shape to
     # the keys of `layers`.
     kinds = [None if window is None or window >= max_model_len else window for window in windows]
-    attends = [i for i in range(len(kinds)) if not (recurrent and recurrent[i])]
-    layers = {kind: [i for i in attends if kinds[i] == kind] for kind in dict.fromkeys(kinds[i] for i in attends)}
+    recurrent = recurrent or (False,) * len(kinds)
+    attending = [i for i in range(len(kinds)) if (attends[i] if attends else not recurrent[i])]
+    layers = {kind: [i for i in attending if kinds[i] == kind] for kind in dict.fromkeys(kinds[i] for i in attending)}
 
     def num_groups(size: int, kind: int | None) -> int:
         return -(-len(layers[kind]) // size)
@@ -85,9 +89,9 @@ def group_layers(
             if index % size == 0:
                 group_windows.append(kind)
             places[layer] = KVPlace(len(group_windows) - 1, index % size)
-    for index, layer in enumerate(layer for layer in range(len(kinds)) if layer not in places):
-        places[layer] = KVPlace(len(group_windows), size + index)
-    return KVGroups(tuple(group_windows), tuple(places[layer] for layer in range(len(kinds))), size)
+    for index, layer in enumerate(layer for layer in range(len(kinds)) if recurrent[layer]):
+        places[layer] = dataclasses.replace(places.get(layer, KVPlace(None, None)), state=size + index)
+    return KVGroups(tuple(group_windows), tuple(places.get(i, KVPlace(None, None)) for i in range(len(kinds))), size)
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:

@@ -36,7 +36,7 @@ from jpaged.models.adapters import (
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
 from jpaged.models.latent import latent_queries_and_keys, latent_values
-from jpaged.models.layers import feed_forward, normalise, normalise_split, softcap
+from jpaged.models.layers import feed_forward, normalise, normalise_split, scaled, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
 from jpaged.models.recurrent import State, mix_by_state
 from jpaged.models.sharding import WHOLE, Shards
@@ -44,9 +44,10 @@ from jpaged.models.spec import (
     AttentionOptions,
     DecoderSpec,
     Encoder,
-    GatedDelta,
+    Mixer,
     Norm,
     NormPosition,
+    Parallel,
     Params,
     QKNorm,
     QueryScaling,
@@ -187,7 +188,8 @@ def decode(
         if of_layer is not None:
             next_norm = params["attn_norm"] if i + 1 < layers.stop else None
             norms = LayerNorms(params["mlp_norm"], next_norm, jnp.asarray(i - first_layer, jnp.int32))
-        x, normed, new_pages[place.page_array], choice = _layer(
+        held, rows = _of_place(place, new_pages, metadata)
+        x, normed, held, choice = _layer(
             x,
             normed,
             norms,
@@ -195,13 +197,33 @@ def decode(
                 spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
                 query_factors=grown, fused=of_layer,
             ),
-            new_pages[place.page_array], metadata[place.kv_group], options=spec.mixer(i), attend=attend,
+            held, rows, options=spec.mixer(i), attend=attend,
         )  # fmt: skip
+        _keep(place, new_pages, held)
         if choice is not None:
             choices.append(choice)
     if layers.stop == spec.num_layers and layers.stop in capture:
         captured.append(x)
     return x, tuple(new_pages), tuple(choices), *captured
+
+
+def _of_place(place: KVPlace, held: Sequence[Pages], metadata: Sequence[Metadata]) -> tuple[Any, Any]:
+    """(pages, state or both, metadata for them) of the layer with this place."""
+    pages = None if place.page_array is None else held[place.page_array]
+    tokens = None if place.kv_group is None else metadata[place.kv_group]
+    if place.state is None:
+        return pages, tokens
+    if place.page_array is None:
+        return held[place.state], metadata[-1]
+    return (pages, held[place.state]), (tokens, metadata[-1])
+
+
+def _keep(place: KVPlace, held: list[Pages], new: Any) -> None:
+    """Put a layer's new pages and state in their place."""
+    if place.state is not None and place.page_array is not None:
+        held[place.page_array], held[place.state] = new
+    elif place.state is not None or place.page_array is not None:
+        held[place.page_array if place.state is None else place.state] = new
 
 
 def layer_vectors(params: Params, layer: int) -> Params:
@@ -228,7 +250,7 @@ def decode_layer(
     leaves: Params,
     x: Float[Array, "batch length hidden"],
     *,
-    options: AttentionOptions | GatedDelta,
+    options: Mixer,
     rope: Rope | None,
     growth: QueryScaling | None = None,
     watch: Callable[[str, Array], None] | None = None,
@@ -375,7 +397,7 @@ def _layer(
     pages: Pages | State,
     metadata: Metadata,
     *,
-    options: AttentionOptions | GatedDelta,
+    options: Mixer,
     attend: Attend,
 ) -> tuple[
     Float[Array, "tokens hidden"], Float[Array, "tokens hidden"] | None, Pages, Int[Array, "tokens per_token"] | None
@@ -388,7 +410,7 @@ def _layer(
     if norms is None:
         x, pages, choice = _run_layer(x, context, pages, metadata, options, attend)
         return x, None, pages, choice
-    assert isinstance(options, AttentionOptions), "`refuse_fused` refuses recurrent layers"
+    assert isinstance(options, AttentionOptions), "`refuse_fused` refuses others"
     normed = normalise("attn_norm", x, context) if normed is None else normed
     sinks = context.params["sinks"] if context.spec.sinks else None
     out, pages = attend(_project(normed, context), pages, metadata, options, sinks)
@@ -401,7 +423,7 @@ def _run_layer(
     context: LayerContext,
     pages: Pages | State,
     metadata: Metadata,
-    options: AttentionOptions | GatedDelta,
+    options: Mixer,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
     """Attention or a recurrent layer, then the feed-forward network, with norms and residual sums.
@@ -420,7 +442,7 @@ def run_normed_layer(
     context: LayerContext,
     pages: Pages | State,
     metadata: Metadata,
-    options: AttentionOptions | GatedDelta,
+    options: Mixer,
     attend: Attend,
 ) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
     """`_run_layer` after its first norm. normed: input of q, k and v, which is wider than x in an EAGLE-3 head."""
@@ -430,23 +452,51 @@ def run_normed_layer(
         """Apply the norm `name`, if this model has a norm in one of these positions."""
         return normalise(name, x, context) if spec.norm_position in positions else x
 
-    if isinstance(options, GatedDelta):
-        out, pages = mix_by_state(options, normed, context, pages, metadata)
-    else:
-        out, pages = _attention(normed, context, pages, metadata, options, attend)
-    attended = x + _scaled(spec, norm("attn_out_norm", out, NormPosition.SANDWICH, NormPosition.OUTPUT))
+    if options is None:
+        h, choice = _feed_forward(normed, context)
+        return x + h, pages, choice
+    out, pages = _mix(normed, context, pages, metadata, options, attend)
+    attended = x + scaled(norm("attn_out_norm", out, NormPosition.SANDWICH, NormPosition.OUTPUT), spec.residual_scale)
+    if spec.lone_feed_forward:
+        return attended, pages, None
     attended = norm("attn_norm", attended, NormPosition.POST)
 
     if not spec.shared_norm:
         source = x if spec.parallel_residual else attended
         normed = norm("mlp_norm", source, NormPosition.PRE, NormPosition.SANDWICH)
-    choice = None
+    h, choice = _feed_forward(normed, context)
+    x = attended + scaled(norm("mlp_out_norm", h, NormPosition.SANDWICH, NormPosition.OUTPUT), spec.residual_scale)
+    return norm("mlp_norm", x, NormPosition.POST), pages, choice
+
+
+def _mix(
+    normed: Float[Array, "tokens width"], context: LayerContext, pages: Pages | State, metadata: Metadata,
+    options: Mixer, attend: Attend,
+) -> tuple[Float[Array, "tokens hidden"], Pages | State]:  # fmt: skip
+    """Output of attention, of a recurrent layer, or the sum of both. With both, `pages` and `metadata` are pairs."""
+    if isinstance(options, AttentionOptions):
+        return _attention(normed, context, pages, metadata, options, attend)
+    if not isinstance(options, Parallel):
+        assert options is not None
+        return mix_by_state(options, normed, context, pages, metadata)
+    if pages is None:  # training
+        pages, metadata = (None, None), (metadata, metadata)
+    (pages, state), (tokens, rows) = pages, metadata
+    out, pages = _attention(normed, context, pages, tokens, options.attention, attend)
+    of_state, state = mix_by_state(options.state, normed, context, state, rows)
+    return of_state + out, (pages, state)
+
+
+def _feed_forward(
+    normed: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens per_token"] | None]:
+    """Feed-forward network, dense or of experts. Returns (output, expert indices; None without experts)."""
+    spec, choice = context.spec, None
     if spec.experts is not None and "router" in context.params:
         h, choice = sparse_feed_forward(spec.experts, normed, context)
     else:
         h = feed_forward(normed, context)
-    x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPosition.SANDWICH, NormPosition.OUTPUT))
-    return norm("mlp_norm", x, NormPosition.POST), pages, choice
+    return scaled(h, spec.feed_forward_scale), choice
 
 
 def _attention(
@@ -468,7 +518,8 @@ def _attention(
     if spec.output_gates:
         gates = jax.nn.softplus(linear("output_gate", normed, context, dtype=jnp.float32))
         out = (out * gates.reshape(*out.shape[:2], spec.output_gates)).astype(out.dtype)
-    return linear_with_bias("o", out.reshape(normed.shape[0], -1), context), pages
+    out = linear_with_bias("o", out.reshape(normed.shape[0], -1), context)
+    return scaled(out, spec.attention_out_scale), pages
 
 
 def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
@@ -528,11 +579,6 @@ def _qkv(
         cuts = (slice(q_per_kv), slice(q_per_kv, q_per_kv + 1), slice(q_per_kv + 1, None))
         parts = [add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
     return (parts[0].reshape(tokens, -1, spec.head_dim), parts[1][:, :, 0], parts[2][:, :, 0]), None
-
-
-def _scaled(spec: DecoderSpec, x: Array) -> Array:
-    """A block's output times the residual scale."""
-    return x if spec.residual_scale == 1 else (x.astype(jnp.float32) * spec.residual_scale).astype(x.dtype)
 
 
 def rope_angles(

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.linear import LayerContext, linear
-from jpaged.models.spec import GatedDelta
+from jpaged.models.mamba2 import mix_by_mamba2
+from jpaged.models.spec import GatedDelta, Mamba2
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.gated_delta import gated_delta
 
@@ -35,12 +36,14 @@ class StateRows:
 
 
 def mix_by_state(
-    delta: GatedDelta, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: Any
+    delta: GatedDelta | Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: Any
 ) -> tuple[Float[Array, "tokens hidden"], State]:
     """Gated DeltaNet (arXiv:2412.06464) with Qwen3-Next's convolution, norm and gate. Returns (output, state).
 
     rows: StateRows. Without a state (None) it is any array [batch, length]: sequences of equal length from position 0.
     """
+    if isinstance(delta, Mamba2) and state is not None:
+        return mix_by_mamba2(delta, x, context, state, rows)
     if state is None:
         return _from_zeros(delta, x, context, *rows.shape), None
     params, tokens, per_k = context.params, x.shape[0], delta.v_per_k
@@ -65,7 +68,7 @@ def mix_by_state(
 
 
 def _from_zeros(
-    delta: GatedDelta, x: Float[Array, "tokens hidden"], context: LayerContext, batch: int, length: int
+    delta: GatedDelta | Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext, batch: int, length: int
 ) -> Float[Array, "tokens hidden"]:
     """`mix_by_state` for sequences of equal length, which are concatenated."""
     inputs, matrices = delta.state_shapes()

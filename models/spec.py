@@ -50,6 +50,7 @@ class Activation(enum.Enum):
     GELU = "gelu"            # exact, with erf
     GELU_TANH = "gelu_tanh"  # the tanh approximation ("gelu_new", "gelu_pytorch_tanh")
     RELU = "relu"
+    RELU2 = "relu2"          # relu(x) squared (arXiv:2109.08668; Nemotron-H)
     TANH = "tanh"            # only of the layer before an encoder's score matrix
 
 
@@ -104,8 +105,10 @@ class QueryScaling:
 
 
 # Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
-# DeepSeek-V3's would send one token in eight to other experts. The two of gated DeltaNet are exponents of its decay.
-FLOAT32_LEAVES = frozenset({"router_correction", "delta_a_log", "delta_dt_bias"})
+# DeepSeek-V3's would send one token in eight to other experts. Those of recurrent layers are exponents of the decay.
+FLOAT32_LEAVES = frozenset({
+    "router_correction", "delta_a_log", "delta_dt_bias", "mamba_a_log", "mamba_dt_bias", "mamba_d",
+})  # fmt: skip
 
 
 def leaf_dtype(name: str, dtype: DTypeLike) -> np.dtype:
@@ -142,6 +145,7 @@ class Experts:
     shared_gate: bool = False    # the shared expert's output is multiplied by a sigmoid gate (Qwen2-MoE)
     weigh_inputs: bool = False   # weights multiply the experts' inputs, not their outputs (Llama 4)
     softcap: float | None = None  # c: the router's logits become c * tanh(logits / c) (Laguna)
+    latent_size: int | None = None  # width that hidden states are compressed to for the experts (Nemotron 3); None: no
     jitter: float = 0.0          # SPARSE_MIXER: experts further than 2 * jitter from the best are left out
 
 
@@ -206,6 +210,60 @@ class GatedDelta:
         return (self.conv_width - 1, self.channels), (self.v_heads, self.head_dim, self.head_dim)
 
 
+class GateNorm(enum.Enum):
+    """RMS norm over each group of a Mamba-2 layer's output y, before its gate z or after it."""
+
+    NONE = "none"      # y * silu(z)
+    BEFORE = "before"  # norm(y) * silu(z)
+    AFTER = "after"    # norm(y * silu(z))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2 (arXiv:2405.21060): a layer with a state of fixed size per request, in place of attention or next to it."""
+
+    layers: tuple[bool, ...]     # per layer: True = Mamba-2
+    heads: int
+    head_dim: int
+    groups: int                  # neighbouring heads of a group have the same b and c
+    state_dim: int               # a head's state is [state_dim, head_dim]
+    conv_width: int              # tokens that the convolution over x, b and c sees, its own included
+    gate_norm: GateNorm = GateNorm.AFTER
+    conv_bias: bool = True
+    in_bias: bool = False        # of the input projection
+    out_bias: bool = False
+    in_scale: float = 1.0        # factor of the layer's input (Falcon-H1, as the two below)
+    part_scales: tuple[float, float, float, float, float] = (1.0,) * 5  # of the projected z, x, b, c and dt
+    out_scale: float = 1.0       # of the layer's output
+    is_parallel: bool = False    # its layers have attention as well, with the same input. Outputs are added (Falcon-H1)
+
+    @property
+    def width(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of x, b and c together."""
+        return self.width + 2 * self.groups * self.state_dim
+
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of a request's state in one layer: last inputs of the convolution, and the float32 matrices."""
+        return (self.conv_width - 1, self.channels), (self.heads, self.state_dim, self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Static options of a layer with attention and with a recurrent layer. They have one input. Outputs are added."""
+
+    attention: AttentionOptions
+    state: GatedDelta | Mamba2
+
+
+# What mixes a layer's tokens. None: the layer is a feed-forward network alone
+Mixer: TypeAlias = AttentionOptions | GatedDelta | Mamba2 | Parallel | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A pipeline stage: layers with their own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
@@ -261,7 +319,10 @@ class DecoderSpec:
     swiglu_alpha: float = 1.702        # slope of the sigmoid in gpt-oss's activation
     experts: Experts | None = None
     latent: Latent | None = None
-    delta: GatedDelta | None = None  # layers without attention (Qwen3-Next, Qwen3.5)
+    delta: GatedDelta | Mamba2 | None = None  # layers with a state per request (Qwen3-Next, Qwen3.5, Granite 4)
+    # One block a layer: True = a feed-forward network, False = attention or a recurrent layer (Nemotron-H). (): each
+    # layer has both
+    lone_feed_forward: tuple[bool, ...] = ()
     attention_gate: bool = False  # the output of attention times sigmoid(gate), before the o projection (Qwen3-Next)
     qkv_bias: bool = False       # of q, k and v
     o_bias: bool = False
@@ -286,6 +347,9 @@ class DecoderSpec:
     sinks: bool = False          # attention sinks: one learned logit per head joins the softmax's sum (gpt-oss)
     final_softcap: float | None = None           # c: logits become c * tanh(logits / c)
     embed_scale: float = 1.0     # factor of the embeddings, rounded to their dtype
+    gate_scale: float = 1.0      # factor of the gate before its activation (Falcon-H1, as the two below)
+    feed_forward_scale: float = 1.0   # factor of the feed-forward network's output
+    attention_out_scale: float = 1.0  # factor of attention's output, after the o projection
     residual_scale: float = 1.0  # factor of a block's output before the residual sum (Granite)
     logit_divisor: float = 1.0   # logits are divided by this (Granite)
     embed_size: int | None = None  # width of the embedding if it differs from hidden_size (OPT-350m: project_in/out)
@@ -346,20 +410,38 @@ class DecoderSpec:
 
     @property
     def recurrent(self) -> tuple[bool, ...]:
-        """Per layer: True = it keeps a state of fixed size per request, and no KV. () = no layer."""
+        """Per layer: True = it keeps a state of fixed size per request. () = no layer."""
         return () if self.delta is None else self.delta.layers
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Per layer: True = it has attention, and keeps KV."""
+        return tuple(self._attends(layer) for layer in range(self.num_layers))
+
+    def _attends(self, layer: int) -> bool:
+        if self.lone_feed_forward and self.lone_feed_forward[layer]:
+            return False
+        return self.delta is None or not self.delta.layers[layer] or self.is_parallel
+
+    @property
+    def is_parallel(self) -> bool:
+        """True if recurrent layers have attention as well."""
+        return isinstance(self.delta, Mamba2) and self.delta.is_parallel
 
     def layer_rope(self, layer: int) -> Rope | None:
         """Rope of a layer; None if the layer does not rotate queries and keys."""
-        if self.recurrent and self.recurrent[layer]:
+        if not self._attends(layer):
             return None
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.window_rope if self.window_rope is not None and self.window(layer) is not None else self.rope
 
-    def mixer(self, layer: int) -> AttentionOptions | GatedDelta:
-        """Static options of what mixes a layer's tokens: attention, or a recurrent layer."""
-        return self.delta if self.delta is not None and self.delta.layers[layer] else self.attention(layer)
+    def mixer(self, layer: int) -> Mixer:
+        """Static options of what mixes a layer's tokens: attention, a recurrent layer, both, or nothing."""
+        attention = self.attention(layer) if self._attends(layer) else None
+        if self.delta is None or not self.delta.layers[layer]:
+            return attention
+        return self.delta if attention is None else Parallel(attention, self.delta)
 
     def attention(self, layer: int) -> AttentionOptions:
         """Static options of a layer's attention."""
@@ -479,9 +561,21 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
 
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
+    mixer, tree = s.mixer(layer), {}
+    if isinstance(mixer, AttentionOptions | Parallel):
+        tree |= _attention_shapes(s, leaf)
+    state = mixer.state if isinstance(mixer, Parallel) else mixer
+    if isinstance(state, GatedDelta):
+        tree |= _delta_shapes(state, s.hidden_size, leaf)
+    if isinstance(state, Mamba2):
+        tree |= _mamba_shapes(state, s.hidden_size, leaf)
+    has_feed_forward = not s.lone_feed_forward or s.lone_feed_forward[layer]
+    return tree | _feed_forward_shapes(s, layer, leaf) if has_feed_forward else tree
+
+
+def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a layer's attention."""
     hidden, kv = s.hidden_size, s.num_kv_heads
-    if s.delta is not None and s.delta.layers[layer]:
-        return _delta_shapes(s.delta, hidden, leaf) | _feed_forward_shapes(s, layer, leaf)
     if s.latent is None:
         # per KV head: a gate for each query head if the model has gates, its query heads, its key head, its value head
         tree = {"qkv": leaf(kv, s.qkv_heads, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
@@ -504,13 +598,13 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         tree["sinks"] = leaf(s.num_heads)
     if s.output_gates:
         tree["output_gate"] = leaf(s.num_heads * s.output_gates, hidden)
-    return tree | _feed_forward_shapes(s, layer, leaf)
+    return tree
 
 
 def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Matrices of a layer's feed-forward network, dense or of experts."""
     if s.experts is not None and s.is_sparse(layer):
-        return _expert_shapes(s.experts, s.hidden_size, leaf)
+        return _expert_shapes(s.experts, s.hidden_size, 1 + s.gated, leaf)
     tree = {"down": leaf(s.hidden_size, s.intermediate_size)}
     if s.gated:
         tree["gate_up"] = leaf(2, s.intermediate_size, s.hidden_size)
@@ -533,23 +627,47 @@ def _delta_shapes(d: GatedDelta, hidden: int, leaf: Callable[..., jax.ShapeDtype
     }
 
 
-def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Leaves of a layer's experts."""
+def _mamba_shapes(m: Mamba2, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a Mamba-2 layer."""
+    parts = m.width + m.channels + m.heads  # z, x, b, c and dt
+    tree = {
+        "mamba_in": leaf(parts, hidden),
+        "mamba_conv": leaf(m.conv_width, m.channels),  # oldest token first
+        "mamba_o": leaf(hidden, m.width),
+    }
+    for name in ("mamba_a_log", "mamba_dt_bias", "mamba_d"):
+        tree[name] = jax.ShapeDtypeStruct((m.heads,), leaf_dtype(name, np.float32))
+    if m.gate_norm is not GateNorm.NONE:
+        tree["mamba_norm"] = leaf(m.width)
+    if m.conv_bias:
+        tree["mamba_conv_bias"] = leaf(m.channels)
+    if m.in_bias:
+        tree["mamba_in_bias"] = leaf(parts)
+    if m.out_bias:
+        tree["mamba_o_bias"] = leaf(hidden)
+    return tree
+
+
+def _expert_shapes(e: Experts, hidden: int, parts: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a layer's experts. parts: 2, gate and up, or 1: networks without a gate have only up."""
+    inner = e.latent_size or hidden
     tree = {
         "router": leaf(e.num, hidden),
-        "expert_gate_up": leaf(e.num, 2, e.intermediate_size, hidden),
-        "expert_down": leaf(e.num, hidden, e.intermediate_size),
+        "expert_gate_up": leaf(e.num, parts, e.intermediate_size, inner),
+        "expert_down": leaf(e.num, inner, e.intermediate_size),
     }
+    if e.latent_size is not None:
+        tree |= {"latent_in": leaf(inner, hidden), "latent_out": leaf(hidden, inner)}
     if e.bias:
         tree |= {
             "router_bias": leaf(e.num),
-            "expert_gate_up_bias": leaf(e.num, 2, e.intermediate_size),
+            "expert_gate_up_bias": leaf(e.num, parts, e.intermediate_size),
             "expert_down_bias": leaf(e.num, hidden),
         }
     if e.correction:
         tree["router_correction"] = jax.ShapeDtypeStruct((e.num,), leaf_dtype("router_correction", np.float32))
     if e.shared_size:
-        tree |= {"shared_gate_up": leaf(2, e.shared_size, hidden), "shared_down": leaf(hidden, e.shared_size)}
+        tree |= {"shared_gate_up": leaf(parts, e.shared_size, hidden), "shared_down": leaf(hidden, e.shared_size)}
         if e.shared_gate:
             tree["shared_gate"] = leaf(1, hidden)
     return tree
@@ -558,7 +676,7 @@ def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeSt
 def _norm_names(s: DecoderSpec) -> list[str]:
     names = []
     if s.norm_position is not NormPosition.OUTPUT:
-        names += ["attn_norm"] if s.shared_norm else ["attn_norm", "mlp_norm"]
+        names += ["attn_norm"] if s.shared_norm or s.lone_feed_forward else ["attn_norm", "mlp_norm"]
     if s.norm_position in (NormPosition.SANDWICH, NormPosition.OUTPUT):
         names += ["attn_out_norm", "mlp_out_norm"]
     return names

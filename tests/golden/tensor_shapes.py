@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests.golden import mamba_shapes
+
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 
 
@@ -25,7 +27,7 @@ def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return _deepseek_shapes(config)
     families = {
         "gpt2": _gpt2_shapes, "opt": _opt_shapes, "gpt_neox": _gpt_neox_shapes, "falcon": _falcon_shapes,
-        "bloom": _bloom_shapes,
+        "bloom": _bloom_shapes, "nemotron_h": mamba_shapes.nemotron_h, "falcon_h1": mamba_shapes.falcon_h1,
     }  # fmt: skip
     return families.get(config["model_type"], _llama_shapes)(config)
 
@@ -49,6 +51,9 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if c["layer_types"][i] == "linear_attention":
                 shapes |= _delta_shapes(c, at)
                 linears = {}
+        if "mamba_n_heads" in c and (mixer := mamba_shapes.granite_mixer(c, i)) is not None:
+            shapes |= mixer
+            linears = {}
         no_o_bias = kind in ("qwen2", "seed_oss", "glm4", "glm4_moe")
         for name, shape in linears.items():
             shapes[f"{at}self_attn.{name}.weight"] = shape

@@ -85,7 +85,7 @@ def compiled(
 ):
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
     spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts, delta=delta)
-    kv_groups = group_layers(spec.windows, spec.max_position, spec.recurrent)
+    kv_groups = group_layers(spec.windows, spec.max_position, spec.recurrent, spec.attends)
     shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     if target != "cpu":
         mesh = (V5E if target.startswith("v5e") else H200).tracing()

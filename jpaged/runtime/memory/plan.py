@@ -198,7 +198,8 @@ class MemoryPlan:
     def full_attention_bytes(self) -> int:
         """KV bytes of the longest request if no layer had a window."""
         kv_groups = self.limits.kv_groups
-        return self.limits.width * self.block_bytes * len(kv_groups.places) // max(kv_groups.num_arrays, 1)
+        attending = sum(place.page_array is not None for place in kv_groups.places)
+        return self.limits.width * self.block_bytes * attending // max(kv_groups.num_arrays, 1)
 
 
 def size_text(num_bytes: int) -> str:
@@ -317,7 +318,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(
             f"block_size={block_size}: must divide attention_chunk_size={chunk} of the model's config.json"
         )
-    kv_groups = group_layers(spec.windows, max_model_len, spec.recurrent)
+    kv_groups = group_layers(spec.windows, max_model_len, spec.recurrent, spec.attends)
     return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
 
 
