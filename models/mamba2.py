@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.layers import scaled
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
-from jpaged.models.spec import GateNorm, Mamba2
+from jpaged.models.recurrent_spec import GateNorm, Mamba2
 from pallas_kernels import rms_norm, rms_norm_rows
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.mamba2 import mamba2
@@ -23,7 +23,7 @@ def mix_by_mamba2(
     mamba: Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext, state: Any, rows: Any
 ) -> tuple[Float[Array, "tokens hidden"], Any]:
     """Output and new state of a Mamba-2 layer. rows: `recurrent.StateRows`."""
-    params, tokens, width = context.params, x.shape[0], mamba.width
+    params, tokens, width = context.params, x.shape[0], mamba.inner_size
     z, mixed, dt = jnp.split(_projected(mamba, x, context), (width, width + mamba.channels), axis=1)
     inputs, matrices = state
     of_rows = (rows.slots, rows.positions, rows.query_start_loc)
@@ -48,7 +48,7 @@ def _projected(mamba: Mamba2, x: Float[Array, "tokens hidden"], context: LayerCo
     if mamba.in_scale == 1 and set(mamba.part_scales) == {1.0}:
         return add(product, bias)
     of_group = mamba.groups * mamba.state_dim
-    sizes = (mamba.width, mamba.width, of_group, of_group, mamba.heads)
+    sizes = (mamba.inner_size, mamba.inner_size, of_group, of_group, mamba.heads)
     factors = np.repeat(np.array(mamba.part_scales, np.float32), sizes)
     out = product.astype(jnp.float32) * (factors * np.float32(mamba.in_scale))
     return (out if bias is None else out + bias.astype(jnp.float32) * factors).astype(x.dtype)
@@ -62,7 +62,7 @@ def _gated(
     if mamba.gate_norm is not GateNorm.BEFORE:
         y *= gates
     if mamba.gate_norm is not GateNorm.NONE:
-        groups = y.reshape(-1, mamba.width // mamba.groups)
+        groups = y.reshape(-1, mamba.inner_size // mamba.groups)
         y = _rms(groups, context.spec.norm_eps, context.num_rows, mamba.groups).reshape(x.shape)
         y *= context.params["mamba_norm"].astype(jnp.float32)
     if mamba.gate_norm is GateNorm.BEFORE:

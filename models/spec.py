@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jpaged.models.recurrent_spec import Recurrence
+
 # The tree of `param_shapes`: leaves by name, and under "layers" a tuple with a dict of leaves per layer. Leaves are
 # jax.Array, np.ndarray or ShapeDtypeStruct, so the value type is Any.
 Params: TypeAlias = dict[str, Any]
@@ -87,6 +89,9 @@ class AttentionOptions:
     chunk: int | None = None      # c: a query at position p sees the keys from position p // c * c
 
 
+Mixer: TypeAlias = AttentionOptions | Recurrence  # static options of what mixes a layer's tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class QueryScaling:
     """Queries grow with their position p: they are multiplied by 1 + beta * log(1 + floor((p + first) / length)).
@@ -105,7 +110,7 @@ class QueryScaling:
 
 
 # Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
-# DeepSeek-V3's would send one token in eight to other experts. Those of recurrent layers are exponents of the decay.
+# DeepSeek-V3's would send one token in eight to other experts. Most of the others are exponents of a state's decay.
 FLOAT32_LEAVES = frozenset({
     "router_correction", "delta_a_log", "delta_dt_bias", "mamba_a_log", "mamba_dt_bias", "mamba_d",
 })  # fmt: skip
@@ -186,85 +191,6 @@ class Encoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDelta:
-    """Gated DeltaNet (arXiv:2412.06464) in place of attention: a layer with a state of fixed size per request."""
-
-    layers: tuple[bool, ...]     # per layer: True = gated DeltaNet, False = attention
-    k_heads: int                 # heads of queries and of keys
-    v_heads: int                 # a multiple of k_heads; neighbouring value heads share a key head
-    head_dim: int                # of queries, keys and values
-    conv_width: int              # tokens that the convolution over q, k and v sees, its own included
-
-    @property
-    def v_per_k(self) -> int:
-        """Value heads per key head."""
-        return self.v_heads // self.k_heads
-
-    @property
-    def channels(self) -> int:
-        """Width of q, k and v together."""
-        return (2 * self.k_heads + self.v_heads) * self.head_dim
-
-    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a request's state in one layer: last inputs of the convolution, and the float32 matrices."""
-        return (self.conv_width - 1, self.channels), (self.v_heads, self.head_dim, self.head_dim)
-
-
-class GateNorm(enum.Enum):
-    """RMS norm over each group of a Mamba-2 layer's output y, before its gate z or after it."""
-
-    NONE = "none"      # y * silu(z)
-    BEFORE = "before"  # norm(y) * silu(z)
-    AFTER = "after"    # norm(y * silu(z))
-
-
-@dataclasses.dataclass(frozen=True)
-class Mamba2:
-    """Mamba-2 (arXiv:2405.21060): a layer with a state of fixed size per request, in place of attention or next to it."""
-
-    layers: tuple[bool, ...]     # per layer: True = Mamba-2
-    heads: int
-    head_dim: int
-    groups: int                  # neighbouring heads of a group have the same b and c
-    state_dim: int               # a head's state is [state_dim, head_dim]
-    conv_width: int              # tokens that the convolution over x, b and c sees, its own included
-    gate_norm: GateNorm = GateNorm.AFTER
-    conv_bias: bool = True
-    in_bias: bool = False        # of the input projection
-    out_bias: bool = False
-    in_scale: float = 1.0        # factor of the layer's input (Falcon-H1, as the two below)
-    part_scales: tuple[float, float, float, float, float] = (1.0,) * 5  # of the projected z, x, b, c and dt
-    out_scale: float = 1.0       # of the layer's output
-    is_parallel: bool = False    # its layers have attention as well, with the same input. Outputs are added (Falcon-H1)
-
-    @property
-    def width(self) -> int:
-        """Width of all heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Width of x, b and c together."""
-        return self.width + 2 * self.groups * self.state_dim
-
-    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a request's state in one layer: last inputs of the convolution, and the float32 matrices."""
-        return (self.conv_width - 1, self.channels), (self.heads, self.state_dim, self.head_dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parallel:
-    """Static options of a layer with attention and with a recurrent layer. They have one input. Outputs are added."""
-
-    attention: AttentionOptions
-    state: GatedDelta | Mamba2
-
-
-# What mixes a layer's tokens. None: the layer is a feed-forward network alone
-Mixer: TypeAlias = AttentionOptions | GatedDelta | Mamba2 | Parallel | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Stage:
     """A pipeline stage: layers with their own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
 
@@ -319,9 +245,11 @@ class DecoderSpec:
     swiglu_alpha: float = 1.702        # slope of the sigmoid in gpt-oss's activation
     experts: Experts | None = None
     latent: Latent | None = None
-    delta: GatedDelta | Mamba2 | None = None  # layers with a state per request (Qwen3-Next, Qwen3.5, Granite 4)
-    # One block a layer: True = a feed-forward network, False = attention or a recurrent layer (Nemotron-H). (): each
-    # layer has both
+    recurrence: Recurrence | None = None  # layers with a state of fixed size per request (Qwen3.5, LFM2, Nemotron-H)
+    # Per layer: True = it has attention, next to its recurrence if it has one; () = all layers without a recurrence
+    attention_layers: tuple[bool, ...] = ()
+    # One block a layer: True = a feed-forward network, False = attention or a recurrence (Nemotron-H); () = each layer
+    # has both
     lone_feed_forward: tuple[bool, ...] = ()
     attention_gate: bool = False  # the output of attention times sigmoid(gate), before the o projection (Qwen3-Next)
     qkv_bias: bool = False       # of q, k and v
@@ -411,37 +339,29 @@ class DecoderSpec:
     @property
     def recurrent(self) -> tuple[bool, ...]:
         """Per layer: True = it keeps a state of fixed size per request. () = no layer."""
-        return () if self.delta is None else self.delta.layers
+        return () if self.recurrence is None else self.recurrence.layers
 
     @property
     def attends(self) -> tuple[bool, ...]:
-        """Per layer: True = it has attention, and keeps KV."""
-        return tuple(self._attends(layer) for layer in range(self.num_layers))
-
-    def _attends(self, layer: int) -> bool:
-        if self.lone_feed_forward and self.lone_feed_forward[layer]:
-            return False
-        return self.delta is None or not self.delta.layers[layer] or self.is_parallel
-
-    @property
-    def is_parallel(self) -> bool:
-        """True if recurrent layers have attention as well."""
-        return isinstance(self.delta, Mamba2) and self.delta.is_parallel
+        """Per layer: True = it has attention, and KV. () = all layers."""
+        return self.attention_layers or tuple(not recurrent for recurrent in self.recurrent)
 
     def layer_rope(self, layer: int) -> Rope | None:
         """Rope of a layer; None if the layer does not rotate queries and keys."""
-        if not self._attends(layer):
+        if self.attends and not self.attends[layer]:
             return None
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.window_rope if self.window_rope is not None and self.window(layer) is not None else self.rope
 
-    def mixer(self, layer: int) -> Mixer:
-        """Static options of what mixes a layer's tokens: attention, a recurrent layer, both, or nothing."""
-        attention = self.attention(layer) if self._attends(layer) else None
-        if self.delta is None or not self.delta.layers[layer]:
-            return attention
-        return self.delta if attention is None else Parallel(attention, self.delta)
+    def mixers(self, layer: int) -> tuple[Mixer, ...]:
+        """Static options of what mixes a layer's tokens: attention, recurrence, or both in this order."""
+        of_layer: tuple[Mixer, ...] = ()
+        if not self.attends or self.attends[layer]:
+            of_layer += (self.attention(layer),)
+        if self.recurrence is not None and self.recurrence.layers[layer]:
+            of_layer += (self.recurrence,)
+        return of_layer
 
     def attention(self, layer: int) -> AttentionOptions:
         """Static options of a layer's attention."""
@@ -561,16 +481,14 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
 
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
-    mixer, tree = s.mixer(layer), {}
-    if isinstance(mixer, AttentionOptions | Parallel):
+    tree: Params = {}
+    if not s.attends or s.attends[layer]:
         tree |= _attention_shapes(s, leaf)
-    state = mixer.state if isinstance(mixer, Parallel) else mixer
-    if isinstance(state, GatedDelta):
-        tree |= _delta_shapes(state, s.hidden_size, leaf)
-    if isinstance(state, Mamba2):
-        tree |= _mamba_shapes(state, s.hidden_size, leaf)
-    has_feed_forward = not s.lone_feed_forward or s.lone_feed_forward[layer]
-    return tree | _feed_forward_shapes(s, layer, leaf) if has_feed_forward else tree
+    if s.recurrence is not None and s.recurrence.layers[layer]:
+        tree |= s.recurrence.leaves(s.hidden_size, leaf)
+    if s.lone_feed_forward and not s.lone_feed_forward[layer]:
+        return tree
+    return tree | _feed_forward_shapes(s, layer, leaf)
 
 
 def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
@@ -610,41 +528,6 @@ def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.Sha
         tree["gate_up"] = leaf(2, s.intermediate_size, s.hidden_size)
     else:
         tree["up"] = leaf(s.intermediate_size, s.hidden_size)
-    return tree
-
-
-def _delta_shapes(d: GatedDelta, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Leaves of a gated DeltaNet. Its heads are in the order of the key heads, each followed by its value heads."""
-    vector = jax.ShapeDtypeStruct((d.v_heads,), leaf_dtype("delta_a_log", np.float32))
-    return {
-        "delta_qkvz": leaf(d.k_heads, 2 + 2 * d.v_per_k, d.head_dim, hidden),  # query, key, values, gates of the output
-        "delta_ba": leaf(d.k_heads, 2, d.v_per_k, hidden),  # beta, then the decay
-        "delta_conv": leaf(d.conv_width, d.k_heads, 2 + d.v_per_k, d.head_dim),  # oldest token first
-        "delta_a_log": vector,
-        "delta_dt_bias": vector,
-        "delta_norm": leaf(d.head_dim),
-        "delta_o": leaf(hidden, d.v_heads * d.head_dim),
-    }
-
-
-def _mamba_shapes(m: Mamba2, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Leaves of a Mamba-2 layer."""
-    parts = m.width + m.channels + m.heads  # z, x, b, c and dt
-    tree = {
-        "mamba_in": leaf(parts, hidden),
-        "mamba_conv": leaf(m.conv_width, m.channels),  # oldest token first
-        "mamba_o": leaf(hidden, m.width),
-    }
-    for name in ("mamba_a_log", "mamba_dt_bias", "mamba_d"):
-        tree[name] = jax.ShapeDtypeStruct((m.heads,), leaf_dtype(name, np.float32))
-    if m.gate_norm is not GateNorm.NONE:
-        tree["mamba_norm"] = leaf(m.width)
-    if m.conv_bias:
-        tree["mamba_conv_bias"] = leaf(m.channels)
-    if m.in_bias:
-        tree["mamba_in_bias"] = leaf(parts)
-    if m.out_bias:
-        tree["mamba_o_bias"] = leaf(hidden)
     return tree
 
 

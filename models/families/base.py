@@ -20,7 +20,8 @@ from jpaged.models.spec import DecoderSpec, Params
 class Part(enum.Enum):
     """Part of a leaf that a tensor fills. The fused qkv leaf is [kv_heads, q_per_kv + 2, head_dim, ...].
 
-    DELTA_… are parts of `delta_qkvz` and `delta_ba`, CONV_… of `delta_conv`, CONV is `mamba_conv`. See `spec.param_shapes`.
+    DELTA_… are parts of `delta_qkvz` and `delta_ba`, CONV_… of `delta_conv`. CONV is a whole `mamba_conv`. See
+    `spec.param_shapes`.
     """
 
     WHOLE = "whole"

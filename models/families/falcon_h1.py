@@ -7,7 +7,8 @@ from jpaged.errors import ModelLoadError
 from jpaged.models.families import llama, mamba
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, GateNorm
+from jpaged.models.recurrent_spec import GateNorm
+from jpaged.models.spec import DecoderSpec
 
 _LAYER = "model.layers.{layer}."
 RULES = (
@@ -28,21 +29,25 @@ def _falcon_h1(config: CheckpointConfig) -> DecoderSpec:
     )  # fmt: skip
     for name in ("attention_bias", "mlp_bias"):  # the multiplier of attention's input does not apply to a bias
         config.refuse(name, False)
-    base, factor = llama.spec(config), lambda name: config.positive(f"{name}_multiplier", default=1.0)
+    base = llama.spec(config)
+
+    def factor(name: str) -> float:
+        return config.positive(f"{name}_multiplier", default=1.0)
+
     width = config.get("mamba_d_ssm", default=config.integer("mamba_expand", default=2) * base.hidden_size)
     has_norm, is_first = config.flag("mamba_rms_norm"), config.flag("mamba_norm_before_gate", default=True)
     layers = dataclasses.replace(
         mamba.mamba2(config, (True,) * base.num_layers, width), out_bias=config.flag("projectors_bias"),
         gate_norm=GateNorm.NONE if not has_norm else GateNorm.BEFORE if is_first else GateNorm.AFTER,
         in_scale=factor("ssm_in"), part_scales=_factors(config, "ssm_multipliers", 5), out_scale=factor("ssm_out"),
-        is_parallel=True,
     )  # fmt: skip
     gate, down = _factors(config, "mlp_multipliers", 2)
     # Queries, keys and values are linear in attention's input, so its factor is one of the scores and of the output
     at_input = factor("attention_in")
     return dataclasses.replace(
-        base, delta=layers, embed_scale=factor("embedding"), logit_divisor=1 / factor("lm_head"), gate_scale=gate,
-        attention_scale=base.scale * at_input**2 * factor("key"), feed_forward_scale=down,
+        base, recurrence=layers, attention_layers=layers.layers, embed_scale=factor("embedding"),
+        logit_divisor=1 / factor("lm_head"), gate_scale=gate, feed_forward_scale=down,
+        attention_scale=base.scale * at_input**2 * factor("key"),
         attention_out_scale=at_input * factor("attention_out"),
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ def _with_mamba(config: CheckpointConfig, base: DecoderSpec, kinds: list[str]) -
         return base
     config.refuse("attention_bias", False)
     layers, width = tuple(kind == "linear_attention" for kind in kinds), config.integer("mamba_expand", default=2)
-    return dataclasses.replace(base, delta=mamba.mamba2(config, layers, width * base.hidden_size))
+    return dataclasses.replace(base, recurrence=mamba.mamba2(config, layers, width * base.hidden_size))
 
 
 GRANITE = Family(

@@ -5,7 +5,7 @@ import math
 from jpaged.errors import ModelLoadError
 from jpaged.models.families.base import Part, TensorRule, with_bias
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import Mamba2
+from jpaged.models.recurrent_spec import Mamba2
 
 
 def rules(at: str) -> tuple[TensorRule, ...]:

@@ -71,7 +71,8 @@ def _nemotron_h(config: CheckpointConfig) -> DecoderSpec:
     })  # fmt: skip
     return dataclasses.replace(
         llama.spec(config), activation=Activation.RELU2, gated=False, rope_layers=(False,) * len(kinds),
-        delta=mamba.mamba2(config, tuple(kind == "linear_attention" for kind in kinds)),
+        recurrence=mamba.mamba2(config, tuple(kind == "linear_attention" for kind in kinds)),
+        attention_layers=tuple(kind == "full_attention" for kind in kinds),
         lone_feed_forward=tuple(kind in ("mlp", "moe") for kind in kinds),
         experts=_experts(config, tuple(kind == "moe" for kind in kinds)) if "moe" in kinds else None,
     )  # fmt: skip

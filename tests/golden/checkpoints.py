@@ -120,7 +120,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.float32(-2) + uniform
     if len(shape) == 1:
         return np.float32(0.5) * uniform
-    if name == "backbone.embeddings.weight" or any(part in name for part in ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings")):
+    embeddings = ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings", "backbone.embeddings")
+    if any(part in name for part in embeddings):
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
@@ -227,7 +228,7 @@ _MAMBA = {
 }  # fmt: skip
 _FALCON_H1 = {
     "head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
-    "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_chunk_size": 16, "embedding_multiplier": 0.9,
+    "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_chunk_size": 16, "embedding_multiplier": 0.3,
     "lm_head_multiplier": 0.8, "key_multiplier": 0.6, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7,
     "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.6],
     "mlp_multipliers": [0.75, 0.8],
@@ -489,8 +490,8 @@ VARIANTS = (
          **_rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)),
     _kin("qwen3.5-moe", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **_DELTA, **_DELTA_EXPERTS,
          **_rope("default", partial_rotary_factor=0.5)),
-    _kin("granite4-hybrid", "GraniteMoeHybridForCausalLM", "granitemoehybrid", **_MAMBA, embedding_multiplier=3.0,
-         attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=2.5, num_local_experts=0,
+    _kin("granite4-hybrid", "GraniteMoeHybridForCausalLM", "granitemoehybrid", **_MAMBA, embedding_multiplier=2.0,
+         attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=1.5, num_local_experts=0,
          shared_intermediate_size=112, position_embedding_type="nope", tie_word_embeddings=True),
     _kin("granite4-hybrid-moe", "GraniteMoeHybridForCausalLM", "granitemoehybrid",
          **_MAMBA | {"mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_n_heads": 4, "mamba_d_conv": 3,

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors of families with Mamba-2 layers, as their releases have them."""
+"""Names and shapes of the tensors in releases of families with Mamba-2 layers."""
 
 from typing import Any
 
