@@ -159,7 +159,7 @@ CHANGES = {
         {"embed_scale": 1.0}, {"logit_divisor": 1.0}, {"attention_scale": None}, {"attention_out_scale": 1.0},
         {"gate_scale": 1.0}, {"feed_forward_scale": 1.0}, {"rope": Rope(theta=500.0)},
         ("recurrence", "in_scale", 1.0), ("recurrence", "out_scale", 1.0),
-        *(("recurrence", "part_scales", PART_SCALES[:i] + (1.0,) + PART_SCALES[i + 1 :]) for i in range(5)),
+        *(("recurrence", "part_scales", (*PART_SCALES[:i], 1.0, *PART_SCALES[i + 1 :])) for i in range(5)),
     ],
     "falcon-h1-norm": [("recurrence", "gate_norm", GateNorm.AFTER), ("recurrence", "gate_norm", GateNorm.NONE)],
     "falcon-h1-gate": [("recurrence", "gate_norm", GateNorm.BEFORE), ("recurrence", "in_scale", 1.0)],
