@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jpaged.models.layers import scaled
+from jpaged.models.layers import rms_of_groups, scaled
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.recurrent_spec import GateNorm, Mamba2
-from pallas_kernels import rms_norm, rms_norm_rows
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.mamba2 import mamba2
 
@@ -62,19 +61,9 @@ def _gated(
     if mamba.gate_norm is not GateNorm.BEFORE:
         y *= gates
     if mamba.gate_norm is not GateNorm.NONE:
-        groups = y.reshape(-1, mamba.inner_size // mamba.groups)
-        y = _rms(groups, context.spec.norm_eps, context.num_rows, mamba.groups).reshape(x.shape)
+        grouped = y.reshape(x.shape[0], mamba.groups, -1)
+        y = rms_of_groups(grouped, jnp.ones(grouped.shape[2], jnp.float32), context).reshape(x.shape)
         y *= context.params["mamba_norm"].astype(jnp.float32)
     if mamba.gate_norm is GateNorm.BEFORE:
         y *= gates
     return y.astype(x.dtype)
-
-
-def _rms(
-    x: Float[Array, "rows width"], eps: float, num_tokens: Int[Array, ""] | None, rows_per_token: int
-) -> Float[Array, "rows width"]:
-    """x / rms(x). On CPU the bits of XLA's mean would depend on the number of rows."""
-    ones = jnp.ones(x.shape[1], jnp.float32)
-    if num_tokens is None:
-        return rms_norm(x, ones, eps)
-    return rms_norm_rows(x, ones, eps, num_tokens * rows_per_token)

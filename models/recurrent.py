@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jpaged.models.layers import rms_of_groups
 from jpaged.models.linear import LayerContext, linear, linear_with_bias
 from jpaged.models.mamba2 import mix_by_mamba2
 from jpaged.models.recurrent_spec import GatedDelta, Mamba2, Recurrence, ShortConv
@@ -78,7 +79,7 @@ def _gated_delta(
         mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2:].reshape(tokens, delta.v_heads, -1), decay, jax.nn.sigmoid(b),
         matrices, *of_rows, max_query_len=rows.max_query_len,
     )  # fmt: skip
-    out = _gated_norm(out, z.reshape(out.shape), params["delta_norm"], context.spec.norm_eps)
+    out = _gated_norm(out, z.reshape(out.shape), context)
     return linear("delta_o", out.reshape(tokens, -1), context), (inputs, matrices)
 
 
@@ -106,11 +107,8 @@ def _from_zeros(
 
 
 def _gated_norm(
-    x: Float[Array, "tokens heads head_dim"], gate: Float[Array, "tokens heads head_dim"],
-    weight: Float[Array, " head_dim"], eps: float,
-) -> Float[Array, "tokens heads head_dim"]:  # fmt: skip
+    x: Float[Array, "tokens heads head_dim"], gate: Float[Array, "tokens heads head_dim"], context: LayerContext
+) -> Float[Array, "tokens heads head_dim"]:
     """RMS norm over each head, times silu(gate). The norm is rounded to x's dtype before the gate, as in Qwen3-Next."""
-    y = x.astype(jnp.float32)
-    y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-    y = (weight * y.astype(x.dtype)).astype(jnp.float32)
+    y = rms_of_groups(x, context.params["delta_norm"], context).astype(jnp.float32)
     return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
