@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.adapters import with_expert_adapters
-from jpaged.models.layers import gate, gate_and_up, softcap
+from jpaged.models.layers import expanded, softcap
 from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
 from jpaged.models.sharding import TENSOR, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import Experts, Scoring
@@ -45,7 +45,11 @@ def sparse_feed_forward(
     shards, count = context.shards, context.params["expert_gate_up"].shape[0]  # experts on this device
     if context.real is not None:
         choice = jnp.where(context.real[:, None], choice, count * shards.count if shards.splits_experts else count)
-    return _computed(experts, x, weights, choice, context), choice
+    if experts.latent_size is None:
+        return _computed(experts, x, weights, choice, context), choice
+    routed = dataclasses.replace(experts, shared_size=0)
+    y = linear("latent_out", _computed(routed, linear("latent_in", x, context), weights, choice, context), context)
+    return (y + _shared_expert(experts, x, context) if experts.shared_size else y), choice
 
 
 def _computed(
@@ -64,8 +68,7 @@ def _computed(
         factors = factors.at[blocks.row_of_choice].set(weights, mode="drop").reshape(blocks.token_of_row.shape)
         inputs, weights = (inputs * factors[..., None]).astype(x.dtype), jnp.ones_like(weights)
     both = _per_expert("expert_gate_up", inputs, blocks, context)
-    half = both.shape[-1] // 2
-    gated = gate(context.spec, both[..., :half], both[..., half:])
+    gated = expanded(context.spec, both)
     outs = [out.reshape(-1, x.shape[1]) for out in _down_matmuls(gated, blocks, context)]
     if shards.parts > 1 and shards.expert_parallel:
         # exact: one device has the output of a choice, and all other devices have zeros
@@ -165,8 +168,7 @@ def _shared_terms(
     experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext, *, apply_gate: bool = True
 ) -> list[Float[Array, "tokens hidden"]]:
     """This device's outputs of the shared expert, for `Shards.total`. apply_gate: apply the expert's gate."""
-    gated, up = gate_and_up("shared_gate_up", x, context)
-    found = products("shared_down", gate(context.spec, gated, up), context)
+    found = products("shared_down", expanded(context.spec, linear("shared_gate_up", x, context)), context)
     if not experts.shared_gate or not apply_gate:
         return found
     score = _shared_gate(x, context)
@@ -209,7 +211,7 @@ def route(
     choice = lax.top_k(ranking, experts.per_token)[1]
     weights = jnp.take_along_axis(scores, choice, axis=1)
     if experts.renormalise:
-        weights /= row_sum(weights)[:, None] + 1e-20
+        weights /= row_sum(weights)[:, None] + experts.weight_offset
     return weights * experts.scale, choice
 
 

@@ -58,6 +58,9 @@ def refuse_fused(spec: DecoderSpec) -> str | None:
         "gates of attention's output": spec.output_gates != 0,
         "no gate in its feed-forward network": not spec.gated,
         "a clamp in its gate": spec.swiglu_limit is not None,
+        "a factor of its gate or of a block's output": (
+            (spec.gate_scale, spec.feed_forward_scale, spec.attention_out_scale) != (1, 1, 1)
+        ),
         "exact GELU": spec.activation is Activation.GELU,
         f"more than {MAX_WIDTH} numbers in a hidden state": spec.hidden_size > MAX_WIDTH,
     }

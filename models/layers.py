@@ -19,6 +19,11 @@ def softcap(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+def scaled(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """x times a factor, in float32."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) -> Float[Array, "*lead width"]:
     """Apply the model's norm over the last axis. name: leaf of the norm's weights."""
     spec, weight, bias = context.spec, context.params[name], context.params.get(f"{name}_bias")
@@ -40,6 +45,19 @@ def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) 
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
+def rms_of_groups(
+    x: Float[Array, "tokens groups width"], weight: Float[Array, " width"], context: LayerContext
+) -> Float[Array, "tokens groups width"]:
+    """RMS norm over each group of a token. On CPU a token's bits depend on no other token when serving.
+
+    With XLA's mean they would depend on the number of tokens.
+    """
+    if context.num_rows is None:
+        return rms_norm(x, weight, context.spec.norm_eps)
+    rows = x.reshape(-1, x.shape[2])
+    return rms_norm_rows(rows, weight, context.spec.norm_eps, context.num_rows * x.shape[1]).reshape(x.shape)
+
+
 def normalise_split(name: str, x: Float[Array, "rows width"], context: LayerContext) -> Float[Array, "rows width"]:
     """`normalise` for a last axis that is split over devices. RMS norms only."""
     shards, spec = context.shards, context.spec
@@ -53,6 +71,7 @@ def normalise_split(name: str, x: Float[Array, "rows width"], context: LayerCont
 
 def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
     """act(gated) * up, the input of the down projection in a gated feed-forward network."""
+    gated = scaled(gated, spec.gate_scale)
     if spec.swiglu_limit is None:
         return activate(spec.activation.value, gated) * up
     # gpt-oss: gate and up are clamped, 1 is added to up, and the sigmoid is steeper than in SiLU.
@@ -65,10 +84,11 @@ def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
 def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[str]) -> bool:
     """True if a layer with these leaves can fuse gate, up and activation into one `gated_dot`, with dense weights.
 
-    False with biases, separate or transposed matrices, a clamp, or no gate.
+    False with biases, separate or transposed matrices, a clamp, a factor of the gate, or no gate.
     """
     one_matrix = "gate_up" in leaves and not layout.split_gate_up and "gate_up" not in layout.transposed
-    return one_matrix and spec.gated and spec.swiglu_limit is None and "up_bias" not in leaves
+    plain = spec.gated and spec.swiglu_limit is None and spec.gate_scale == 1
+    return one_matrix and plain and "up_bias" not in leaves
 
 
 def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens hidden"]:
@@ -98,6 +118,14 @@ def _served_gate(
     if activation is Activation.SILU:
         return silu_and_mul(linear("gate_up", x, context), num_rows)
     return gate(context.spec, *gate_and_up("gate_up", x, context))
+
+
+def expanded(spec: DecoderSpec, both: Float[Array, "*lead outputs"]) -> Float[Array, "*lead inter"]:
+    """Input of an expert's down projection. both: gate and up side by side; only up in networks without a gate."""
+    if not spec.gated:
+        return activate(spec.activation.value, both)
+    half = both.shape[-1] // 2
+    return gate(spec, both[..., :half], both[..., half:])
 
 
 def gate_and_up(

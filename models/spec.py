@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jpaged.models.recurrent_spec import Recurrence
+
 # The tree of `param_shapes`: leaves by name, and under "layers" a tuple with a dict of leaves per layer. Leaves are
 # jax.Array, np.ndarray or ShapeDtypeStruct, so the value type is Any.
 Params: TypeAlias = dict[str, Any]
@@ -50,6 +52,7 @@ class Activation(enum.Enum):
     GELU = "gelu"            # exact, with erf
     GELU_TANH = "gelu_tanh"  # the tanh approximation ("gelu_new", "gelu_pytorch_tanh")
     RELU = "relu"
+    RELU2 = "relu2"          # relu(x) squared (arXiv:2109.08668; Nemotron-H)
     TANH = "tanh"            # only of the layer before an encoder's score matrix
 
 
@@ -86,6 +89,9 @@ class AttentionOptions:
     chunk: int | None = None      # c: a query at position p sees the keys from position p // c * c
 
 
+Mixer: TypeAlias = AttentionOptions | Recurrence  # static options of what mixes a layer's tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class QueryScaling:
     """Queries grow with their position p: they are multiplied by 1 + beta * log(1 + floor((p + first) / length)).
@@ -104,8 +110,10 @@ class QueryScaling:
 
 
 # Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
-# DeepSeek-V3's would send one token in eight to other experts. The two of gated DeltaNet are exponents of its decay.
-FLOAT32_LEAVES = frozenset({"router_correction", "delta_a_log", "delta_dt_bias"})
+# DeepSeek-V3's would send one token in eight to other experts. Most of the others are exponents of a state's decay.
+FLOAT32_LEAVES = frozenset({
+    "router_correction", "delta_a_log", "delta_dt_bias", "mamba_a_log", "mamba_dt_bias", "mamba_d",
+})  # fmt: skip
 
 
 def leaf_dtype(name: str, dtype: DTypeLike) -> np.dtype:
@@ -131,7 +139,8 @@ class Experts:
     intermediate_size: int       # of one expert
     layers: tuple[bool, ...]     # per layer: True = it has experts, False = a dense feed-forward network
     scoring: Scoring = Scoring.SOFTMAX
-    renormalise: bool = False    # scale the weights of a token's experts to sum 1
+    renormalise: bool = False    # divide the weights of a token's experts by their sum + weight_offset
+    weight_offset: float = 1e-20
     scale: float = 1.0           # factor of the weights, after renormalisation
     bias: bool = False           # the router and the experts have biases (gpt-oss)
     correction: bool = False     # a bias is added to the scores to choose experts, but not to weigh them (DeepSeek-V3)
@@ -142,6 +151,7 @@ class Experts:
     shared_gate: bool = False    # the shared expert's output is multiplied by a sigmoid gate (Qwen2-MoE)
     weigh_inputs: bool = False   # weights multiply the experts' inputs, not their outputs (Llama 4)
     softcap: float | None = None  # c: the router's logits become c * tanh(logits / c) (Laguna)
+    latent_size: int | None = None  # width that hidden states are compressed to for the experts (Nemotron 3); None: no
     jitter: float = 0.0          # SPARSE_MIXER: experts further than 2 * jitter from the best are left out
 
 
@@ -179,31 +189,6 @@ class Encoder:
     head_bias: bool = False
     head_norm: bool = False          # a norm after the activation (ModernBERT)
     score_bias: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedDelta:
-    """Gated DeltaNet (arXiv:2412.06464) in place of attention: a layer with a state of fixed size per request."""
-
-    layers: tuple[bool, ...]     # per layer: True = gated DeltaNet, False = attention
-    k_heads: int                 # heads of queries and of keys
-    v_heads: int                 # a multiple of k_heads; neighbouring value heads share a key head
-    head_dim: int                # of queries, keys and values
-    conv_width: int              # tokens that the convolution over q, k and v sees, its own included
-
-    @property
-    def v_per_k(self) -> int:
-        """Value heads per key head."""
-        return self.v_heads // self.k_heads
-
-    @property
-    def channels(self) -> int:
-        """Width of q, k and v together."""
-        return (2 * self.k_heads + self.v_heads) * self.head_dim
-
-    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a request's state in one layer: last inputs of the convolution, and the float32 matrices."""
-        return (self.conv_width - 1, self.channels), (self.v_heads, self.head_dim, self.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +246,12 @@ class DecoderSpec:
     swiglu_alpha: float = 1.702        # slope of the sigmoid in gpt-oss's activation
     experts: Experts | None = None
     latent: Latent | None = None
-    delta: GatedDelta | None = None  # layers without attention (Qwen3-Next, Qwen3.5)
+    recurrence: Recurrence | None = None  # layers with a state of fixed size per request (Qwen3.5, LFM2, Nemotron-H)
+    # Per layer: True = it has attention, next to its recurrence if it has one; () = all layers without a recurrence
+    attention_layers: tuple[bool, ...] = ()
+    # One block a layer: True = a feed-forward network, False = attention or a recurrence (Nemotron-H); () = each layer
+    # has both
+    lone_feed_forward: tuple[bool, ...] = ()
     attention_gate: bool = False  # the output of attention times sigmoid(gate), before the o projection (Qwen3-Next)
     qkv_bias: bool = False       # of q, k and v
     o_bias: bool = False
@@ -286,6 +276,9 @@ class DecoderSpec:
     sinks: bool = False          # attention sinks: one learned logit per head joins the softmax's sum (gpt-oss)
     final_softcap: float | None = None           # c: logits become c * tanh(logits / c)
     embed_scale: float = 1.0     # factor of the embeddings, rounded to their dtype
+    gate_scale: float = 1.0      # factor of the gate before its activation (Falcon-H1, as the two below)
+    feed_forward_scale: float = 1.0   # factor of the feed-forward network's output
+    attention_out_scale: float = 1.0  # factor of attention's output, after the o projection
     residual_scale: float = 1.0  # factor of a block's output before the residual sum (Granite)
     logit_divisor: float = 1.0   # logits are divided by this (Granite)
     embed_size: int | None = None  # width of the embedding if it differs from hidden_size (OPT-350m: project_in/out)
@@ -346,20 +339,30 @@ class DecoderSpec:
 
     @property
     def recurrent(self) -> tuple[bool, ...]:
-        """Per layer: True = it keeps a state of fixed size per request, and no KV. () = no layer."""
-        return () if self.delta is None else self.delta.layers
+        """Per layer: True = it keeps a state of fixed size per request. () = no layer."""
+        return () if self.recurrence is None else self.recurrence.layers
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Per layer: True = it has attention, and KV. () = all layers."""
+        return self.attention_layers or tuple(not recurrent for recurrent in self.recurrent)
 
     def layer_rope(self, layer: int) -> Rope | None:
         """Rope of a layer; None if the layer does not rotate queries and keys."""
-        if self.recurrent and self.recurrent[layer]:
+        if self.attends and not self.attends[layer]:
             return None
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.window_rope if self.window_rope is not None and self.window(layer) is not None else self.rope
 
-    def mixer(self, layer: int) -> AttentionOptions | GatedDelta:
-        """Static options of what mixes a layer's tokens: attention, or a recurrent layer."""
-        return self.delta if self.delta is not None and self.delta.layers[layer] else self.attention(layer)
+    def mixers(self, layer: int) -> tuple[Mixer, ...]:
+        """Static options of what mixes a layer's tokens: attention, recurrence, or both in this order."""
+        of_layer: tuple[Mixer, ...] = ()
+        if not self.attends or self.attends[layer]:
+            of_layer += (self.attention(layer),)
+        if self.recurrence is not None and self.recurrence.layers[layer]:
+            of_layer += (self.recurrence,)
+        return of_layer
 
     def attention(self, layer: int) -> AttentionOptions:
         """Static options of a layer's attention."""
@@ -479,9 +482,19 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
 
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
+    tree: Params = {}
+    if not s.attends or s.attends[layer]:
+        tree |= _attention_shapes(s, leaf)
+    if s.recurrence is not None and s.recurrence.layers[layer]:
+        tree |= s.recurrence.leaves(s.hidden_size, leaf)
+    if s.lone_feed_forward and not s.lone_feed_forward[layer]:
+        return tree
+    return tree | _feed_forward_shapes(s, layer, leaf)
+
+
+def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a layer's attention."""
     hidden, kv = s.hidden_size, s.num_kv_heads
-    if s.delta is not None and s.delta.layers[layer]:
-        return _delta_shapes(s.delta, hidden, leaf) | _feed_forward_shapes(s, layer, leaf)
     if s.latent is None:
         # per KV head: a gate for each query head if the model has gates, its query heads, its key head, its value head
         tree = {"qkv": leaf(kv, s.qkv_heads, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
@@ -504,13 +517,13 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         tree["sinks"] = leaf(s.num_heads)
     if s.output_gates:
         tree["output_gate"] = leaf(s.num_heads * s.output_gates, hidden)
-    return tree | _feed_forward_shapes(s, layer, leaf)
+    return tree
 
 
 def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Matrices of a layer's feed-forward network, dense or of experts."""
     if s.experts is not None and s.is_sparse(layer):
-        return _expert_shapes(s.experts, s.hidden_size, leaf)
+        return _expert_shapes(s.experts, s.hidden_size, 1 + s.gated, leaf)
     tree = {"down": leaf(s.hidden_size, s.intermediate_size)}
     if s.gated:
         tree["gate_up"] = leaf(2, s.intermediate_size, s.hidden_size)
@@ -519,37 +532,26 @@ def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.Sha
     return tree
 
 
-def _delta_shapes(d: GatedDelta, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Leaves of a gated DeltaNet. Its heads are in the order of the key heads, each followed by its value heads."""
-    vector = jax.ShapeDtypeStruct((d.v_heads,), leaf_dtype("delta_a_log", np.float32))
-    return {
-        "delta_qkvz": leaf(d.k_heads, 2 + 2 * d.v_per_k, d.head_dim, hidden),  # query, key, values, gates of the output
-        "delta_ba": leaf(d.k_heads, 2, d.v_per_k, hidden),  # beta, then the decay
-        "delta_conv": leaf(d.conv_width, d.k_heads, 2 + d.v_per_k, d.head_dim),  # oldest token first
-        "delta_a_log": vector,
-        "delta_dt_bias": vector,
-        "delta_norm": leaf(d.head_dim),
-        "delta_o": leaf(hidden, d.v_heads * d.head_dim),
-    }
-
-
-def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Leaves of a layer's experts."""
+def _expert_shapes(e: Experts, hidden: int, parts: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a layer's experts. parts: 2, gate and up, or 1: networks without a gate have only up."""
+    inner = e.latent_size or hidden
     tree = {
         "router": leaf(e.num, hidden),
-        "expert_gate_up": leaf(e.num, 2, e.intermediate_size, hidden),
-        "expert_down": leaf(e.num, hidden, e.intermediate_size),
+        "expert_gate_up": leaf(e.num, parts, e.intermediate_size, inner),
+        "expert_down": leaf(e.num, inner, e.intermediate_size),
     }
+    if e.latent_size is not None:
+        tree |= {"latent_in": leaf(inner, hidden), "latent_out": leaf(hidden, inner)}
     if e.bias:
         tree |= {
             "router_bias": leaf(e.num),
-            "expert_gate_up_bias": leaf(e.num, 2, e.intermediate_size),
+            "expert_gate_up_bias": leaf(e.num, parts, e.intermediate_size),
             "expert_down_bias": leaf(e.num, hidden),
         }
     if e.correction:
         tree["router_correction"] = jax.ShapeDtypeStruct((e.num,), leaf_dtype("router_correction", np.float32))
     if e.shared_size:
-        tree |= {"shared_gate_up": leaf(2, e.shared_size, hidden), "shared_down": leaf(hidden, e.shared_size)}
+        tree |= {"shared_gate_up": leaf(parts, e.shared_size, hidden), "shared_down": leaf(hidden, e.shared_size)}
         if e.shared_gate:
             tree["shared_gate"] = leaf(1, hidden)
     return tree
@@ -558,7 +560,7 @@ def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeSt
 def _norm_names(s: DecoderSpec) -> list[str]:
     names = []
     if s.norm_position is not NormPosition.OUTPUT:
-        names += ["attn_norm"] if s.shared_norm else ["attn_norm", "mlp_norm"]
+        names += ["attn_norm"] if s.shared_norm or s.lone_feed_forward else ["attn_norm", "mlp_norm"]
     if s.norm_position in (NormPosition.SANDWICH, NormPosition.OUTPUT):
         names += ["attn_out_norm", "mlp_out_norm"]
     return names

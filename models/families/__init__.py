@@ -16,10 +16,12 @@ from jpaged.models.families.early.gpt2 import GPT2
 from jpaged.models.families.early.gpt_neox import GPT_NEOX
 from jpaged.models.families.early.opt import OPT
 from jpaged.models.families.exaone import EXAONE4
+from jpaged.models.families.falcon_h1 import FALCON_H1
 from jpaged.models.families.gemma import GEMMA, GEMMA2
 from jpaged.models.families.gemma3 import GEMMA3
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
+from jpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.ministral import MINISTRAL3
 from jpaged.models.families.mistral import MISTRAL
@@ -34,6 +36,7 @@ from jpaged.models.families.mixtures.mistral4 import MISTRAL4
 from jpaged.models.families.mixtures.olmoe import OLMOE
 from jpaged.models.families.mixtures.phimoe import PHIMOE
 from jpaged.models.families.modernbert import MODERNBERT
+from jpaged.models.families.nemotron_h import NEMOTRON_H
 from jpaged.models.families.olmo2 import OLMO2
 from jpaged.models.families.olmo3 import OLMO3
 from jpaged.models.families.phi3 import PHI3
@@ -51,7 +54,8 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT,
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
-    OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
+    OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE,
+    NEMOTRON_H, FALCON_H1,
     BERT, ROBERTA, XLM_ROBERTA, MODERNBERT,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

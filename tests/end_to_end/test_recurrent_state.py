@@ -16,7 +16,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
-from jpaged.models.spec import GatedDelta, Norm, QKNorm, param_shapes
+from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2
+from jpaged.models.spec import Activation, Norm, QKNorm, param_shapes
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.tiny_engine import (
     BLOCK_SIZE,
@@ -37,11 +38,27 @@ pytestmark = pytest.mark.codegen
 
 HYBRID = dataclasses.replace(
     FULL, num_layers=3, norm=Norm.RMS_OFFSET, qk_norm=QKNorm.HEAD, attention_gate=True,
-    delta=GatedDelta((True, False, True), k_heads=2, v_heads=4, head_dim=16, conv_width=4),
+    recurrence=GatedDelta((True, False, True), k_heads=2, v_heads=4, head_dim=16, conv_width=4),
 )  # fmt: skip
-WITH_WINDOW = dataclasses.replace(HYBRID, num_layers=4, sliding_window=(20, 20, None, None), delta=dataclasses.replace(
-    HYBRID.delta, layers=(True, False, True, False)
-))  # fmt: skip
+WITH_WINDOW = dataclasses.replace(
+    HYBRID, num_layers=4, sliding_window=(20, 20, None, None),
+    recurrence=dataclasses.replace(HYBRID.recurrence, layers=(True, False, True, False)),
+)  # fmt: skip
+MAMBA = Mamba2((True, False, True), heads=4, head_dim=16, groups=2, state_dim=32, conv_width=4)
+BY_KIND = {
+    "mamba": dataclasses.replace(FULL, num_layers=3, recurrence=MAMBA),
+    # Nemotron-H: Mamba-2, a feed-forward network, attention, Mamba-2, a feed-forward network
+    "one block a layer": dataclasses.replace(
+        FULL, num_layers=5, gated=False, activation=Activation.RELU2,
+        recurrence=dataclasses.replace(MAMBA, layers=(True, False, False, True, False)),
+        attention_layers=(False, False, True, False, False), lone_feed_forward=(False, True, False, False, True),
+    ),
+    # Falcon-H1
+    "side by side": dataclasses.replace(
+        FULL, num_layers=2, attention_layers=(True, True),
+        recurrence=dataclasses.replace(MAMBA, layers=(True, True), gate_norm=GateNorm.BEFORE),
+    ),
+}  # fmt: skip
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
@@ -92,6 +109,20 @@ def answer(engine, prompt, params):
 )  # fmt: skip
 def test_cold_equals_warm_at_every_split(runner, splits):
     """A prompt shares `split` tokens with an earlier prompt: it starts after their last whole block."""
+    check_splits(runner, splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_cold_equals_warm_with_other_kinds(kind):
+    """Mamba-2, in layers of each form."""
+    runner = make_runner(BY_KIND[kind])
+    check_splits(runner, (7, 8, 39, 40, 41, 59))
+    runner.close()
+
+
+def check_splits(runner, splits):
+    """Compare answers to prompts that share `split` tokens with an earlier one, cold and warm."""
     whole = prompt_of(60)
     hits = []
     for split in splits:
@@ -146,7 +177,9 @@ def test_samples_continue_with_the_state_of_their_prompt(runner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "spec", [HYBRID, WITH_WINDOW, BY_KIND["side by side"]], ids=["full", "window", "side by side"]
+)
 @pytest.mark.parametrize(
     "kind", [{"n": 3, "temperature": 0.9}, {}, {"use_beam_search": True, "beam_width": 3, "n": 2}],
     ids=["samples", "one", "beams"],

@@ -91,7 +91,8 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], fp8: frozenset
 
 _LAST_NORMS = (
     "model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight",
-    "gpt_neox.final_layer_norm.weight",
+    "gpt_neox.final_layer_norm.weight", "model.embedding_norm.weight", "backbone.norm_f.weight",
+    "model.final_layernorm.weight",
 )  # fmt: skip
 
 
@@ -116,13 +117,16 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         is_last = name in _LAST_NORMS
         centre = 1.0 if is_last else 2.0
         return np.float32(centre) + np.float32(0.5) * uniform
+    if name.endswith(("mamba.A_log", "mixer.A_log")):  # a state's decay: from 0.05 to 0.4 times the time step
+        return np.float32(-2) + uniform
     if len(shape) == 1:
         return np.float32(0.5) * uniform
-    if any(part in name for part in ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings")):
+    embeddings = ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings", "backbone.embeddings")
+    if any(part in name for part in embeddings):
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
-    elif "conv1d" in name:
+    elif "conv1d" in name or "conv.conv" in name:
         deviation = 1 / math.sqrt(shape[2])
     elif len(shape) == 3:  # all experts, [in, out] each
         deviation = 1 / math.sqrt(shape[1])
@@ -218,6 +222,27 @@ _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_MAMBA = {
+    "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_hidden_layers": 4, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_chunk_size": 16, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_FALCON_H1 = {
+    "head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_chunk_size": 16, "embedding_multiplier": 0.3,
+    "lm_head_multiplier": 0.8, "key_multiplier": 0.6, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7,
+    "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.6],
+    "mlp_multipliers": [0.75, 0.8],
+}  # fmt: skip
+_NEMOTRON_H = {
+    "hybrid_override_pattern": "M-MM*-", "num_hidden_layers": 6, "head_dim": 24, "mamba_num_heads": 6,
+    "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "conv_kernel": 4, "chunk_size": 16,
+    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+_NEMOTRON_EXPERTS = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
 _DELTA_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
 }
@@ -466,6 +491,41 @@ VARIANTS = (
          **_rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)),
     _kin("qwen3.5-moe", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **_DELTA, **_DELTA_EXPERTS,
          **_rope("default", partial_rotary_factor=0.5)),
+    _kin("lfm2", "Lfm2ForCausalLM", "lfm2", num_hidden_layers=3, full_attn_idxs=[1], block_ff_dim=112,
+         block_multiple_of=16, block_ffn_dim_multiplier=1.2, norm_eps=1e-5, tie_embedding=True, rope_theta=500000.0),
+    _kin("lfm2-bias", "Lfm2ForCausalLM", "lfm2", num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"],
+         block_auto_adjust_ff_dim=False, conv_bias=True, conv_L_cache=4, norm_eps=1e-5, **_rope("default")),
+    _kin("lfm2-moe", "Lfm2MoeForCausalLM", "lfm2_moe", num_hidden_layers=3, norm_eps=1e-5, num_dense_layers=1,
+         layer_types=["conv", "full_attention", "conv"], num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+         routed_scaling_factor=1.5, tie_embedding=True, **_rope("default")),
+    _kin("lfm2-moe-plain", "Lfm2MoeForCausalLM", "lfm2_moe", norm_eps=1e-5, num_dense_layers=0,
+         layer_types=["conv", "full_attention"], num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+         use_expert_bias=False, norm_topk_prob=False, conv_bias=True),
+    _kin("granite4-hybrid", "GraniteMoeHybridForCausalLM", "granitemoehybrid", **_MAMBA, embedding_multiplier=2.0,
+         attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=1.5, num_local_experts=0,
+         shared_intermediate_size=112, position_embedding_type="nope", tie_word_embeddings=True),
+    _kin("granite4-hybrid-moe", "GraniteMoeHybridForCausalLM", "granitemoehybrid",
+         **_MAMBA | {"mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_n_heads": 4, "mamba_d_conv": 3,
+                     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
+         mamba_conv_bias=False, mamba_proj_bias=True, residual_multiplier=0.8, num_local_experts=6,
+         num_experts_per_tok=3, intermediate_size=32, shared_intermediate_size=48, position_embedding_type="rope"),
+    # one block for each layer; time_step_min is the default, which Transformers uses as a limit in prompts only
+    _kin("nemotron-h", "NemotronHForCausalLM", "nemotron_h", **_NEMOTRON_H),
+    _kin("nemotron-h-moe", "NemotronHForCausalLM", "nemotron_h",
+         **_NEMOTRON_H | {"hybrid_override_pattern": "MEM*EM-E", "num_hidden_layers": 8}, **_NEMOTRON_EXPERTS,
+         n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5),
+    _kin("nemotron-h-latent", "NemotronHForCausalLM", "nemotron_h",
+         **{name: value for name, value in _NEMOTRON_H.items() if name != "hybrid_override_pattern"},
+         **_NEMOTRON_EXPERTS | {"num_experts_per_tok": 3},
+         layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe", "mlp"],
+         norm_topk_prob=False, moe_latent_size=48, use_bias=True, use_conv_bias=False),
+    # attention and Mamba-2 side by side; without a norm, with the norm before the gate, and after it
+    _kin("falcon-h1", "FalconH1ForCausalLM", "falcon_h1", **_FALCON_H1, mamba_rms_norm=False, **_rope("default")),
+    _kin("falcon-h1-norm", "FalconH1ForCausalLM", "falcon_h1", **_FALCON_H1 | {"mlp_multipliers": None},
+         mamba_rms_norm=True, mamba_norm_before_gate=True, mamba_conv_bias=False, rope_theta=500.0),
+    _kin("falcon-h1-gate", "FalconH1ForCausalLM", "falcon_h1", **_FALCON_H1 | {"ssm_multipliers": None},
+         mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, projectors_bias=True,
+         tie_word_embeddings=True),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -490,10 +550,12 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
-    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
+    "falcon_h1",
 )  # fmt: skip
 
 
 def first_of_each_family() -> list[Variant]:
-    """The first variant of each model_type."""
-    return list({variant.config["model_type"]: variant for variant in reversed(VARIANTS)}.values())[::-1]
+    """The first variant of each model_type, and further ones whose layers are of another kind."""
+    firsts = {variant.config["model_type"]: variant for variant in reversed(VARIANTS)}.values()
+    return [*list(firsts)[::-1], BY_NAME["granite4-hybrid"], BY_NAME["nemotron-h-moe"]]

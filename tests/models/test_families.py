@@ -15,6 +15,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
+from jpaged.models.recurrent_spec import GateNorm
 from jpaged.models.spec import Activation, Norm, NormPosition, QKNorm, Rope, Scoring
 from tests.golden.checkpoints import (
     BY_NAME,
@@ -58,6 +59,7 @@ def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> 
         assert np.abs(logprobs[steps[:, None], top] - answer["top_logprobs"]).max() < TOLERANCE
 
 
+PART_SCALES = (0.7, 1.2, 0.9, 1.1, 0.6)  # of falcon-h1
 CHANGES = {
     "llama-linear": [{"rope": Rope()}],
     "llama-dynamic": [{"rope": Rope()}],
@@ -97,6 +99,10 @@ CHANGES = {
         ("shared_gate", False),
     ],
     "qwen3.5": [{"norm": Norm.RMS}, {"rope": Rope()}],
+    "lfm2": [{"qk_norm": None}, {"rope": Rope()}],
+    "lfm2-bias": [{"qk_norm": None}, {"rope": Rope(theta=500.0)}],
+    "lfm2-moe": [("correction", False), ("renormalise", False), ("scale", 1.0), ("scoring", Scoring.SOFTMAX)],
+    "lfm2-moe-plain": [("renormalise", True), ("per_token", 1)],
     "gpt-oss": [
         {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
         {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),
@@ -140,6 +146,27 @@ CHANGES = {
         ("weigh_inputs", False), {"rope": Rope(theta=500000.0)},
     ],
     "llama4-plain": [{"attention_chunks": ()}, {"rope_layers": ()}, ("weigh_inputs", False)],
+    "granite4-hybrid": [
+        {"embed_scale": 1.0}, {"attention_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},
+        {"rope_layers": ()}, ("recurrence", "gate_norm", GateNorm.BEFORE),
+    ],
+    "granite4-hybrid-moe": [{"rope_layers": (False,) * 4}, ("renormalise", False), ("shared_size", 0)],
+    "nemotron-h": [
+        {"rope_layers": ()}, {"activation": Activation.RELU}, ("recurrence", "gate_norm", GateNorm.BEFORE),
+    ],
+    "nemotron-h-moe": [
+        ("scoring", Scoring.SOFTMAX), ("correction", False), ("renormalise", False), ("scale", 1.0),
+        ("expert_groups_per_token", 0),
+    ],
+    "nemotron-h-latent": [("renormalise", True), ("shared_size", 0)],
+    "falcon-h1": [
+        {"embed_scale": 1.0}, {"logit_divisor": 1.0}, {"attention_scale": None}, {"attention_out_scale": 1.0},
+        {"gate_scale": 1.0}, {"feed_forward_scale": 1.0}, {"rope": Rope(theta=500.0)},
+        ("recurrence", "in_scale", 1.0), ("recurrence", "out_scale", 1.0),
+        *(("recurrence", "part_scales", (*PART_SCALES[:i], 1.0, *PART_SCALES[i + 1 :])) for i in range(5)),
+    ],
+    "falcon-h1-norm": [("recurrence", "gate_norm", GateNorm.AFTER), ("recurrence", "gate_norm", GateNorm.NONE)],
+    "falcon-h1-gate": [("recurrence", "gate_norm", GateNorm.BEFORE), ("recurrence", "in_scale", 1.0)],
     "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
     "opt-350m": [{"norm_position": NormPosition.PRE}],
     "gpt2": [{"attention_scale": 1.0}],
@@ -159,8 +186,10 @@ def test_the_answers_can_tell_wrong_from_right(name: str, tmp_path: Path) -> Non
     long = golden["answers"][-1:]
     wanted = np.array(long[0]["logprobs"])
     for change in CHANGES[name]:
-        if isinstance(change, tuple):  # an option of the experts
-            change = {"experts": dataclasses.replace(model.spec.experts, **dict([change]))}
+        if isinstance(change, tuple):  # an option of the experts, or of the field that it names first
+            *owner, option, value = change
+            name_of = owner[0] if owner else "experts"
+            change = {name_of: dataclasses.replace(getattr(model.spec, name_of), **{option: value})}
         wrong = dataclasses.replace(model, spec=dataclasses.replace(model.spec, **change))
         given = answer_log_probabilities(wrong, long)[0]
         # compare log-probabilities: a factor of all logits changes no greedy token

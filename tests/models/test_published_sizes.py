@@ -11,6 +11,14 @@ from jpaged.models.families import family_of, spec_of
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import param_shapes
 
+_GRANITE_4_H = {  # granite-4.0-h-1b and h-tiny
+    "hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "vocab_size": 100_352, "tie_word_embeddings": True, "position_embedding_type": "nope", "mamba_d_state": 128,
+    "mamba_n_heads": 48, "mamba_d_head": 64,
+    "layer_types": [*["mamba"] * 5, "attention", *[*["mamba"] * 9, "attention"] * 3, *["mamba"] * 4],
+}  # fmt: skip
+_NEMOTRON_3 = {"num_key_value_heads": 2, "max_position_embeddings": 262_144, "ssm_state_size": 128}
+
 # Model type, values of the release's config.json that are not Transformers' defaults for the type, parameters of the
 # text model. Transformers' defaults are mostly one release's config.
 PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -59,6 +67,60 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
         {"first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,
          "num_key_value_heads": 64, "topk_group": 1, "vocab_size": 163_840, "routed_scaling_factor": 2.827},
         1_026_408_232_448,
+    ),
+    "granite-4.0-h-1b": (
+        "granitemoehybrid",
+        {**_GRANITE_4_H, "intermediate_size": 4096, "shared_intermediate_size": 4096, "num_local_experts": 0},
+        1_461_538_368,
+    ),
+    "granite-4.0-h-tiny": (
+        "granitemoehybrid",
+        {**_GRANITE_4_H, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64,
+         "num_experts_per_tok": 6},
+        6_939_037_248,
+    ),
+    "Nemotron-Nano-9B-v2": (
+        "nemotron_h",
+        {"hidden_size": 4480, "intermediate_size": 15_680, "num_attention_heads": 40, "mamba_head_dim": 80,
+         "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"},
+        8_888_227_328,
+    ),
+    "Nemotron-3-Nano-30B-A3B": (
+        "nemotron_h",
+        {**_NEMOTRON_3, "hidden_size": 2688, "intermediate_size": 1856, "mamba_num_heads": 64,
+         "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128,
+         "num_experts_per_tok": 6, "routed_scaling_factor": 2.5,
+         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+        31_577_940_288,
+    ),
+    # The order of the layers is not the release's: 40 with Mamba-2, 40 with experts, 8 with attention
+    "Nemotron-3-Super-120B-A12B": (
+        "nemotron_h",
+        {**_NEMOTRON_3, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+         "moe_latent_size": 1024, "n_routed_experts": 512, "num_experts_per_tok": 22, "routed_scaling_factor": 5.0,
+         "hybrid_override_pattern": "ME" * 40 + "*" * 8},
+        120_668_707_840,
+    ),
+    "Falcon-H1-0.5B": (
+        "falcon_h1",
+        {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32_784, "mamba_d_ssm": 1536, "mamba_n_heads": 24,
+         "mamba_d_head": 64, "mamba_d_state": 128, "mamba_norm_before_gate": False, "tie_word_embeddings": False},
+        521_411_104,
+    ),
+    "Falcon-H1-3B": (
+        "falcon_h1",
+        {"hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 10,
+         "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 65_536, "mamba_d_ssm": 4096, "mamba_n_heads": 32,
+         "mamba_d_head": 128, "mamba_d_state": 256, "tie_word_embeddings": False},
+        3_149_256_192,
+    ),
+    "Falcon-H1-7B": (
+        "falcon_h1",
+        {"hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 44, "num_attention_heads": 12,
+         "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 130_048, "mamba_d_ssm": 3072, "mamba_n_heads": 24,
+         "mamba_d_head": 128, "mamba_d_state": 256, "tie_word_embeddings": False},
+        7_585_513_568,
     ),
     "Llama-4-Scout-17B-16E": ("llama4_text", {}, 107_769_861_120),
     "Llama-4-Maverick-17B-128E": (

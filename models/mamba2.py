@@ -1,0 +1,69 @@
+"""Mamba-2 layers (arXiv:2405.21060): Granite 4, Nemotron-H, Falcon-H1.
+
+A layer's state is two arrays with one slot per request: the last inputs of a convolution, and a float32 matrix for each
+head.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jpaged.models.layers import rms_of_groups, scaled
+from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
+from jpaged.models.recurrent_spec import GateNorm, Mamba2
+from pallas_kernels.causal_conv import causal_conv
+from pallas_kernels.mamba2 import mamba2
+
+
+def mix_by_mamba2(
+    mamba: Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext, state: Any, rows: Any
+) -> tuple[Float[Array, "tokens hidden"], Any]:
+    """Output and new state of a Mamba-2 layer. rows: `recurrent.StateRows`."""
+    params, tokens, width = context.params, x.shape[0], mamba.inner_size
+    z, mixed, dt = jnp.split(_projected(mamba, x, context), (width, width + mamba.channels), axis=1)
+    inputs, matrices = state
+    of_rows = (rows.slots, rows.positions, rows.query_start_loc)
+    mixed, inputs = causal_conv(
+        mixed, params["mamba_conv"], params.get("mamba_conv_bias"), inputs, *of_rows,
+        max_query_len=rows.max_query_len, activation="silu",
+    )  # fmt: skip
+    values, b, c = jnp.split(mixed, (width, width + mamba.groups * mamba.state_dim), axis=1)
+    b, c = (each.reshape(tokens, mamba.groups, mamba.state_dim) for each in (b, c))
+    out, matrices = mamba2(
+        values.reshape(tokens, mamba.heads, mamba.head_dim),
+        jax.nn.softplus(dt.astype(jnp.float32) + params["mamba_dt_bias"]), -jnp.exp(params["mamba_a_log"]), b, c,
+        params["mamba_d"], matrices, *of_rows, max_query_len=rows.max_query_len,
+    )  # fmt: skip
+    out = _gated(mamba, out.reshape(tokens, width), z, context)
+    return scaled(linear_with_bias("mamba_o", out, context), mamba.out_scale), (inputs, matrices)
+
+
+def _projected(mamba: Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens parts"]:
+    """z, x, b, c and dt, each times its factor."""
+    product, bias = linear("mamba_in", x, context), context.params.get("mamba_in_bias")
+    if mamba.in_scale == 1 and set(mamba.part_scales) == {1.0}:
+        return add(product, bias)
+    of_group = mamba.groups * mamba.state_dim
+    sizes = (mamba.inner_size, mamba.inner_size, of_group, of_group, mamba.heads)
+    factors = np.repeat(np.array(mamba.part_scales, np.float32), sizes)
+    out = product.astype(jnp.float32) * (factors * np.float32(mamba.in_scale))
+    return (out if bias is None else out + bias.astype(jnp.float32) * factors).astype(x.dtype)
+
+
+def _gated(
+    mamba: Mamba2, x: Float[Array, "tokens width"], gate: Float[Array, "tokens width"], context: LayerContext
+) -> Float[Array, "tokens width"]:
+    """x times silu(gate), with an RMS norm over each group of heads before or after the gate, in float32."""
+    y, gates = x.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+    if mamba.gate_norm is not GateNorm.BEFORE:
+        y *= gates
+    if mamba.gate_norm is not GateNorm.NONE:
+        grouped = y.reshape(x.shape[0], mamba.groups, -1)
+        y = rms_of_groups(grouped, jnp.ones(grouped.shape[2], jnp.float32), context).reshape(x.shape)
+        y *= context.params["mamba_norm"].astype(jnp.float32)
+    if mamba.gate_norm is GateNorm.BEFORE:
+        y *= gates
+    return y.astype(x.dtype)
