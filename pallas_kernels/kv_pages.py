@@ -152,6 +152,19 @@ class KVPages:
         """Size in bytes, with the scales, and without padding."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
+    def in_shape(self, num_kv_heads: int, head_dim: int) -> "KVPages":
+        """The same memory as pages of layers with other heads: a page becomes one page, or several whole ones.
+
+        Only for pages of floats. Raises ValueError if a page is not a whole number of pages of the new shape.
+        """
+        blocks, parts, heads, size, width = self.data.shape
+        if self.scales is not None or blocks * heads * width % (num_kv_heads * head_dim):
+            raise ValueError(
+                f"pages {self.dtype}{list(self.data.shape)}: cannot be read as pages of {num_kv_heads} heads of "
+                f"{head_dim}"
+            )
+        return dataclasses.replace(self, data=self.data.reshape(-1, parts, num_kv_heads, size, head_dim))
+
     def addressable(self, num_blocks: int) -> int:
         """The largest number of blocks, at most `num_blocks`, that pages of this shape and dtype can have."""
         return _addressable(num_blocks, int(np.prod(self.data.shape[1:])), self.dtype)
