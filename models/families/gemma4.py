@@ -7,6 +7,7 @@ keys and values of an earlier layer of their kind. Full attention rotates a quar
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
 from jpaged.errors import ModelLoadError
 from jpaged.models.families import gemma, llama
@@ -72,6 +73,9 @@ def _kv(config: CheckpointConfig, kinds: list[str]) -> tuple[LayerKV, ...]:
     if same and config.get("num_global_key_value_heads") is not None:
         full["num_key_value_heads"] = config.integer("num_global_key_value_heads")
     by_layer = config.get("per_layer_config", default={str(i): full for i, kind in enumerate(kinds) if kind == _FULL})
+    if not isinstance(by_layer, Mapping) or not all(isinstance(values, Mapping) for values in by_layer.values()):
+        config.refuse("per_layer_config")
+    by_layer = {str(layer): values for layer, values in by_layer.items()}
     found = []
     read_from = sources(config, kinds, shared=config.integer("num_kv_shared_layers", default=0, minimum=0))
     for index, (kind, source) in enumerate(zip(kinds, read_from, strict=True)):

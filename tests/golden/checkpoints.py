@@ -521,6 +521,7 @@ NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "gemma4_text", "gemma4_unified_text",
 )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class PagedAttend:
             q, own, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, scale=options.scale,
             max_query_len=self.max_query_len, sliding_window=options.window, implementation=self.implementation,
         )  # fmt: skip
-        return out, own.in_shape(pages.num_kv_heads, pages.head_dim)
+        return out, own.in_whole()
 
 
 def forward(
