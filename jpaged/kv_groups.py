@@ -5,6 +5,11 @@
    in page array j. A block is one page in each array, so any KV group can use any block, and one pool serves all kinds.
 3. A request has one block table per KV group. A KV group with a window frees the blocks before the window.
 
+Layers may have KV of unlike sizes (`DecoderSpec.page_parts`). Then a page has the size of the largest layer's KV. As
+many smaller layers of one KV group as fit share a page: they see the pool as a larger number of smaller pages.
+
+A layer without keys and values of its own has the place of the layer that it reads (`DecoderSpec.kv_sources`).
+
 A layer has one place for each of its mixers, KV first. A recurrent layer without attention keeps no KV, so it is in no
 KV group. Its state has a place after the page arrays, one for each such layer. All of them share a place after the KV
 groups. A layer with attention and a state has two places.
@@ -26,6 +31,7 @@ class KVPlace:
 
     kv_group: int    # index
     page_array: int  # index
+    part: int | None = None  # index in the page, if several layers share it; None: the page is the layer's alone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +41,13 @@ class KVGroups:
     windows: tuple[int | None, ...]  # by KV group: number of keys that a query sees, itself included; None = all
     places: tuple[tuple[KVPlace, ...], ...]  # by layer: one for each of its mixers (`DecoderSpec.mixers`)
     num_arrays: int                  # page arrays; the last KV group of a kind may have fewer layers
+    parts: tuple[int, ...] = ()      # by KV group: number of layers that share a page; () = 1
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers with KV."""
-        return sum(place.page_array < self.num_arrays for places in self.places for place in places)
+    def pages_per_token(self) -> float:
+        """Number of page arrays that layers without windows would need, if each had pages of its own."""
+        alone = {place for places in self.places for place in places if place.page_array < self.num_arrays}
+        return sum(1 if place.part is None else 1 / self.parts[place.kv_group] for place in alone)
 
     def of_layers(self, layers: range) -> "KVGroups":
         """KV groups of a pipeline stage. It has the same block tables, and page arrays for its own layers only.
@@ -61,43 +69,54 @@ class KVGroups:
 
 
 def group_layers(
-    windows: Sequence[int | None], max_model_len: int, attends: Sequence[bool] = (), recurrent: Sequence[bool] = ()
-) -> KVGroups:
+    windows: Sequence[int | None], max_model_len: int, attends: Sequence[bool] = (), recurrent: Sequence[bool] = (),
+    parts: Sequence[int] = (), sources: Sequence[int | None] = (),
+) -> KVGroups:  # fmt: skip
     """Cut layers into KV groups. windows: sliding window of each layer; None: no window.
 
     attends: True for each layer with attention; (): all layers. recurrent: True for each layer with a state; (): none.
+    parts: number of layers of its size that a page holds, for each layer; (): 1.
+    sources: earlier layer that each layer reads; None: it has KV of its own. (): all layers have.
 
-    A KV group has at most `size` layers. The chosen size gives a request of max_model_len tokens the fewest pages,
-    unused pages included; on a tie, the largest size wins. Sizes that give more than MAX_GROUPS KV groups are excluded.
-    Usually the result is the number of layers of the rarest kind, as in vLLM. But if one layer of 32 has no window,
-    vLLM's rule gives 32 KV groups.
+    A KV group has at most `size` layers of one page each. The chosen size gives a request of max_model_len tokens the
+    fewest pages, unused pages included; on a tie, the largest size wins. Sizes that give more than MAX_GROUPS KV groups
+    are excluded. Usually the result is the number of layers of the rarest kind, as in vLLM. But if one layer of 32 has
+    no window, vLLM's rule gives 32 KV groups.
     """
-    # A window of max_model_len or more hides nothing. To support layers with different page shapes, add the shape to
-    # the keys of `layers`.
-    kinds = [None if window is None or window >= max_model_len else window for window in windows]
-    with_kv = [i for i in range(len(kinds)) if not attends or attends[i]]
+    # A window of max_model_len or more hides nothing.
+    kinds = [
+        (None if window is None or window >= max_model_len else window, parts[i] if parts else 1)
+        for i, window in enumerate(windows)
+    ]
+    owners = [i if source is None else source for i, source in enumerate(sources or [None] * len(kinds))]
+    with_kv = [i for i, owner in enumerate(owners) if i == owner and (not attends or attends[i])]
     layers = {kind: [i for i in with_kv if kinds[i] == kind] for kind in dict.fromkeys(kinds[i] for i in with_kv)}
 
-    def num_groups(size: int, kind: int | None) -> int:
-        return -(-len(layers[kind]) // size)
+    def num_groups(size: int, kind: tuple[int | None, int]) -> int:
+        return -(-len(layers[kind]) // (size * kind[1]))
 
     def num_token_slots(size: int) -> int:
-        return size * sum(num_groups(size, kind) * (max_model_len if kind is None else kind) for kind in layers)
+        return size * sum(num_groups(size, kind) * (max_model_len if kind[0] is None else kind[0]) for kind in layers)
 
     most = max(MAX_GROUPS, len(layers))
-    sizes = range(max(map(len, layers.values())), 0, -1)
+    sizes = range(max(-(-len(members) // kind[1]) for kind, members in layers.items()), 0, -1)
     allowed = [size for size in sizes if sum(num_groups(size, kind) for kind in layers) <= most]
     size = min(allowed, key=num_token_slots)  # on a tie the first, which is the largest
-    group_windows: list[int | None] = []
+    groups: list[tuple[int | None, int]] = []
     places: list[tuple[KVPlace, ...]] = [() for _ in kinds]
     for kind, members in layers.items():
         for index, layer in enumerate(members):
-            if index % size == 0:
-                group_windows.append(kind)
-            places[layer] = (KVPlace(len(group_windows) - 1, index % size),)
+            index %= size * kind[1]
+            if index == 0:
+                groups.append(kind)
+            places[layer] = (KVPlace(len(groups) - 1, index % size, None if kind[1] == 1 else index // size),)
+    places = [places[owner] for owner in owners]
     for index, layer in enumerate(layer for layer, has_state in enumerate(recurrent) if has_state):
-        places[layer] += (KVPlace(len(group_windows), size + index),)
-    return KVGroups(tuple(group_windows), tuple(places), size)
+        places[layer] += (KVPlace(len(groups), size + index),)
+    return KVGroups(
+        tuple(window for window, _ in groups), tuple(places), size,
+        tuple(count for _, count in groups) if any(count > 1 for _, count in groups) else (),
+    )  # fmt: skip
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:

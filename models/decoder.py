@@ -33,9 +33,10 @@ from jpaged.models.adapters import (
     with_embedding_adapters,
     with_lm_head_adapters,
 )
-from jpaged.models.experts import sparse_feed_forward
+from jpaged.models.experts import dense_and_sparse_feed_forward, sparse_feed_forward
 from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
 from jpaged.models.latent import latent_queries_and_keys, latent_values
+from jpaged.models.layer_embedding import embed_for_layers, gated_layer_input
 from jpaged.models.layers import feed_forward, normalise, normalise_split, scaled, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
 from jpaged.models.recurrent import State, mix_by_state
@@ -72,8 +73,9 @@ class Projection:
     When serving, one kernel applies them and writes keys and values into the pages. `finish` applies them in jnp.
     """
 
-    # [tokens, kv_heads, q_per_kv + 2, head_dim]; or (q, k, v) with the bias added. v: None with latent attention
-    product: Array | tuple[Array, Array, Array | None]
+    # [tokens, kv_heads, q_per_kv + 2, head_dim]; or (q, k, v) with the bias added. v: None with latent attention. k and
+    # v: None if the layer reads those of an earlier layer
+    product: Array | tuple[Array, Array | None, Array | None]
     bias: Array | None    # [kv_heads, q_per_kv + 2, head_dim]
     q_norm: Array | None  # [head_dim]; k_norm likewise
     k_norm: Array | None
@@ -81,10 +83,23 @@ class Projection:
     sin: Array | None
     norm_eps: float
 
+    @property
+    def has_keys(self) -> bool:
+        """False if the layer reads the keys and values of an earlier layer."""
+        return not isinstance(self.product, tuple) or self.product[1] is not None
+
+    def finish_queries(self) -> Array:
+        """q [tokens, heads, head_dim] of a layer without keys, after norm and rope."""
+        q = self.product[0]
+        return norm_and_rope(
+            q, q, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.q_norm, norm_eps=self.norm_eps
+        )[0]
+
     def finish(self) -> tuple[Array, Array, Array | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], after bias, norms and rope."""
         if isinstance(self.product, tuple):
             q, k, v = self.product
+            assert k is not None, "see `has_keys`"
         else:
             qkv = add(self.product, self.bias)
             q, k, v = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), qkv[:, :, -2], qkv[:, :, -1]
@@ -165,19 +180,28 @@ def decode(
         context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
         x = _embed(context, token_ids, positions, adapter_slots, token_types=token_types)
     layers = range(first_layer, first_layer + len(params["layers"]))
-    ropes = {rope for i in layers if (rope := spec.layer_rope(i)) is not None}
-    angles = {rope: rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
+    # by rope and head size, which may differ between layers
+    ropes = {(rope, spec.kv_of(i).head_dim): i for i in layers if (rope := spec.layer_rope(i)) is not None}
+    angles = {key: rope_angles(spec.of_layer(i), key[0], positions, rope_lens) for key, i in ropes.items()}
+    layer_inputs = None
+    if spec.layer_embed is not None:
+        context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
+        layer_inputs = embed_for_layers(spec.layer_embed, x, token_ids, context)
     factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
         metadata = (metadata,)
-        places = [(KVPlace(kv_group=0, page_array=i),) * len(spec.mixers(layer)) for i, layer in enumerate(layers)]
+        sources = [spec.kv_of(layer).source for layer in layers]
+        places = [
+            (KVPlace(0, i if source is None else source),) * len(spec.mixers(layer))
+            for i, (layer, source) in enumerate(zip(layers, sources, strict=True))
+        ]
     new_pages, choices, captured, normed = list(pages), [], [], None
     takes_fused = fused is not None and num_tokens is not None and adapter_slots is None
     for i, matrices, of_mixers in zip(layers, params["layers"], places, strict=True):
         if i in capture:
             captured.append(x)
         rope = spec.layer_rope(i)
-        cos, sin = (None, None) if rope is None else angles[rope]
+        cos, sin = (None, None) if rope is None else angles[rope, spec.kv_of(i).head_dim]
         leaves = matrices | layer_vectors(params, i - first_layer)
         if i == 0 and not spec.first_norm:
             del leaves["attn_norm"], leaves["attn_norm_bias"]
@@ -195,9 +219,14 @@ def decode(
             LayerContext(
                 spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
                 query_factors=grown, fused=of_layer,
+                layer_input=None if layer_inputs is None else layer_inputs[:, i],
             ),
             tuple(new_pages[place.page_array] for place in of_mixers),
-            tuple(metadata[place.kv_group] for place in of_mixers), mixers=spec.mixers(i), attend=attend,
+            tuple(
+                metadata[place.kv_group] if place.part is None else metadata[place.kv_group][place.part]
+                for place in of_mixers
+            ),
+            mixers=spec.mixers(i), attend=attend,
         )  # fmt: skip
         for place, of_mixer in zip(of_mixers, kept, strict=True):
             new_pages[place.page_array] = of_mixer
@@ -313,10 +342,15 @@ def dense_causal_attend(
     """Attention within sequences of equal length, which are concatenated. For training and checks.
 
     metadata: any array of shape [batch, length], with tokens = batch * length. Only its shape is used.
+    pages: keys and values of an earlier layer, for a layer without its own. The result has them for later layers.
     Matmuls are in q's dtype with float32 sums. The softmax is in float32.
     """
     batch, length = metadata.shape
-    q, k, v = projection.finish()
+    if projection.has_keys:
+        q, k, v = projection.finish()
+        pages = (k, v) if options.keeps_kv else pages
+    else:
+        q, (k, v) = projection.finish_queries(), pages
     kv_heads, head_dim = k.shape[1:]
     q = q.reshape(batch, length, kv_heads, -1, head_dim)
     values = k[..., : options.v_dim] if v is None else v
@@ -346,6 +380,7 @@ def dense_causal_attend(
 LAYER_VECTORS = (
     "attn_norm", "attn_norm_bias", "attn_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm", "attn_out_norm_bias",
     "mlp_out_norm_bias", "q_a_norm", "kv_a_norm", "q_a_bias", "kv_a_bias", "o_bias", "up_bias", "down_bias",
+    "layer_out_norm", "layer_scalar", "router_norm", "dense_out_norm", "sparse_norm", "sparse_out_norm",
 )  # fmt: skip
 
 
@@ -437,7 +472,7 @@ def run_normed_layer(
         return normalise(name, x, context) if spec.norm_position in positions else x
 
     if not mixers:
-        h, choice = _feed_forward(normed, context)
+        h, choice = _feed_forward(x, normed, context)
         return x + scaled(h, spec.residual_scale), (), choice
     outs, new = [], []
     for mixer, of_mixer, tokens in zip(mixers, kept, metadata, strict=True):
@@ -456,18 +491,28 @@ def run_normed_layer(
     if not spec.shared_norm:
         source = x if spec.parallel_residual else attended
         normed = norm("mlp_norm", source, NormPosition.PRE, NormPosition.SANDWICH)
-    h, choice = _feed_forward(normed, context)
+    h, choice = _feed_forward(attended, normed, context)
     x = attended + scaled(norm("mlp_out_norm", h, NormPosition.SANDWICH, NormPosition.OUTPUT), spec.residual_scale)
+    if context.layer_input is not None:
+        x += gated_layer_input(x, context.layer_input, context)
+    if spec.layer_scalars:
+        x *= context.params["layer_scalar"]
     return norm("mlp_norm", x, NormPosition.POST), tuple(new), choice
 
 
 def _feed_forward(
-    normed: Float[Array, "tokens hidden"], context: LayerContext
+    x: Float[Array, "tokens hidden"], normed: Float[Array, "tokens hidden"], context: LayerContext
 ) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens per_token"] | None]:
-    """Feed-forward network, dense or of experts. Returns (output, expert indices; None without experts)."""
+    """Feed-forward network, dense or of experts. Returns (output, expert indices; None without experts).
+
+    x: before the norm. normed: after it.
+    """
     spec, choice = context.spec, None
     if spec.experts is not None and "router" in context.params:
-        h, choice = sparse_feed_forward(spec.experts, normed, context)
+        if spec.experts.beside_dense:
+            h, choice = dense_and_sparse_feed_forward(spec.experts, x, normed, context)
+        else:
+            h, choice = sparse_feed_forward(spec.experts, normed, context)
     else:
         h = feed_forward(normed, context)
     return scaled(h, spec.feed_forward_scale), choice
@@ -501,6 +546,8 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
     if spec.latent is not None:
         q, k = latent_queries_and_keys(spec.latent, x, context)
         return Projection((q, k, None), None, None, None, None, None, spec.norm_eps)
+    if spec.layer_kv:
+        return _project_unlike(x, context)
     qkv, bias = _qkv(x, context)
     if context.query_factors is not None:
         qkv, bias = _grown(qkv, bias, context.query_factors), None
@@ -523,6 +570,26 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
         for name, part in (("q_norm", q), ("k_norm", k))
     )
     return Projection((q, k, v), None, None, None, cos, sin, spec.norm_eps)
+
+
+def _project_unlike(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
+    """`_project` of a model with `layer_kv`. The norm of the values is applied."""
+    spec, params, kv = context.spec, context.params, context.spec.kv_of(0)
+
+    def heads(name: str) -> Array:
+        return linear(name, x, context).reshape(x.shape[0], -1, spec.head_dim)
+
+    if "qkv" in params:
+        q, k, v = Projection(*_qkv(x, context), None, None, None, None, spec.norm_eps).finish()
+    elif kv.source is None:
+        q, k, v = heads("q"), heads("k"), None
+    else:
+        q_alone = (heads("q"), None, None)
+        return Projection(q_alone, None, params["q_norm"], None, context.cos, context.sin, spec.norm_eps)
+    v = k if v is None else v
+    if spec.v_norm:
+        v = rms_norm(v, jnp.ones(spec.head_dim, v.dtype), spec.norm_eps)
+    return Projection((q, k, v), None, params["q_norm"], params["k_norm"], context.cos, context.sin, spec.norm_eps)
 
 
 def _grown(

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.adapters import with_expert_adapters
-from jpaged.models.layers import expanded, softcap
+from jpaged.models.layers import expanded, feed_forward, normalise, softcap
 from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
 from jpaged.models.sharding import TENSOR, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import Experts, Scoring
@@ -38,18 +38,35 @@ class ExpertBlocks:
 
 
 def sparse_feed_forward(
-    experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext
-) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens per_token"]]:
-    """Feed-forward network with experts. Returns (output, expert indices); the index of padding is past the last."""
-    weights, choice = route(experts, x, context)
+    experts: Experts, x: Float[Array, "tokens hidden"], context: LayerContext,
+    routed: Float[Array, "tokens hidden"] | None = None,
+) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens per_token"]]:  # fmt: skip
+    """Feed-forward network with experts. Returns (output, expert indices); the index of padding is past the last.
+
+    routed: input of the router; None: x.
+    """
+    weights, choice = route(experts, x if routed is None else routed, context)
     shards, count = context.shards, context.params["expert_gate_up"].shape[0]  # experts on this device
     if context.real is not None:
         choice = jnp.where(context.real[:, None], choice, count * shards.count if shards.splits_experts else count)
     if experts.latent_size is None:
         return _computed(experts, x, weights, choice, context), choice
-    routed = dataclasses.replace(experts, shared_size=0)
-    y = linear("latent_out", _computed(routed, linear("latent_in", x, context), weights, choice, context), context)
+    unshared = dataclasses.replace(experts, shared_size=0)
+    y = linear("latent_out", _computed(unshared, linear("latent_in", x, context), weights, choice, context), context)
     return (y + _shared_expert(experts, x, context) if experts.shared_size else y), choice
+
+
+def dense_and_sparse_feed_forward(
+    experts: Experts, x: Float[Array, "tokens hidden"], normed: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[Float[Array, "tokens hidden"], Int[Array, "tokens per_token"]]:
+    """`Experts.beside_dense`: sum of a dense network and of experts, each normalised. Returns as `sparse_feed_forward`.
+
+    x: before the layer's second norm. normed: after it, the dense network's input.
+    """
+    dense = normalise("dense_out_norm", feed_forward(normed, context), context)
+    routed = normalise("router_norm", x, context) * x.shape[1] ** -0.5
+    out, choice = sparse_feed_forward(experts, normalise("sparse_norm", x, context), context, routed)
+    return dense + normalise("sparse_out_norm", out, context), choice
 
 
 def _computed(
@@ -212,6 +229,8 @@ def route(
     weights = jnp.take_along_axis(scores, choice, axis=1)
     if experts.renormalise:
         weights /= row_sum(weights)[:, None] + experts.weight_offset
+    if experts.beside_dense:
+        weights *= context.params["router_scale"].astype(jnp.float32)[choice]
     return weights * experts.scale, choice
 
 

@@ -52,7 +52,7 @@ def refuse_fused(spec: DecoderSpec) -> str | None:
         "experts": spec.experts is not None,
         "latent attention": spec.latent is not None,
         "norms of queries and keys that are not per head and before rope": spec.qk_norm not in (None, QKNorm.HEAD),
-        "layers with different heads or norms": bool(spec.heads_by_layer or spec.qk_norm_layers),
+        "layers with different heads or norms": bool(spec.heads_by_layer or spec.qk_norm_layers or spec.layer_kv),
         "queries that grow with their position": spec.query_scaling is not None,
         "attention in chunks": bool(spec.attention_chunks),
         "gates of attention's output": spec.output_gates != 0,

@@ -29,7 +29,7 @@ from pallas_kernels.platforms import takes_native
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows", "adapters", "query_factors"],
+    data_fields=["params", "cos", "sin", "real", "num_rows", "adapters", "query_factors", "layer_input"],
     meta_fields=["spec", "layout", "gated_dot", "fused", "shards", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class LayerContext:
     watch: Callable[[str, Array], None] | None = None
     adapters: LayerAdapters | None = None  # LoRA adapters of the tokens; None: the engine has none
     query_factors: Array | None = None  # float32[tokens], factors of the queries (`spec.QueryScaling`); None: 1
+    layer_input: Array | None = None  # [tokens, size], vectors of `spec.LayerEmbedding`; None: the model has none
     # implementation of the matmuls and sums in `fused_layer`, "triton" or "triton_fixed"; None: XLA's operations
     fused: str | None = None
 
@@ -197,7 +198,9 @@ def has_native_matmul(spec: DecoderSpec, dtype: DTypeLike) -> bool:
     if spec.experts is not None or spec.latent is not None:
         return False
     hidden = spec.hidden_size
-    sizes = {hidden, spec.embed_size or hidden, spec.intermediate_size, spec.num_heads * spec.head_dim}
+    sizes = {hidden, spec.embed_size or hidden, spec.intermediate_size, *spec.intermediate_sizes}
+    sizes |= {spec.num_heads * spec.head_dim, *(spec.num_heads * kv.head_dim for kv in spec.layer_kv)}
+    sizes |= set() if spec.layer_embed is None else {spec.layer_embed.size}
     sizes |= set() if spec.recurrence is None else {spec.recurrence.inner_size}
     for inputs in sizes:
         row = jax.ShapeDtypeStruct((1, inputs), dtype)

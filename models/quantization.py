@@ -33,7 +33,7 @@ from pallas_kernels.quantized_dot.weight import (
 EXPERTS = frozenset({"expert_gate_up", "expert_down"})
 LEAVES = EXPERTS | {
     "embed", "lm_head", "qkv", "o", "gate_up", "up", "down", "q_a", "q_b", "kv_a", "project_in", "project_out",
-    "shared_gate_up", "shared_down",
+    "shared_gate_up", "shared_down", "q", "k",
 }  # fmt: skip
 # Both have one row per token of the vocabulary. Their errors affect every logit, so they keep 8 bits.
 EIGHT_BITS = frozenset({"embed", "lm_head"})

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.spec import Rope
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def inv_freq(rope: Rope, head_dim: int, max_position: int) -> tuple[np.ndarray, float]:
@@ -29,6 +29,9 @@ def inv_freq(rope: Rope, head_dim: int, max_position: int) -> tuple[np.ndarray, 
         return np.float32(1) / plain, 1.0
     if rope.scaling == "linear":
         return np.float32(1) / plain / np.float32(rope.factor), 1.0
+    if rope.scaling == "proportional":  # pairs with frequency 0 do not rotate
+        rotates = np.arange(len(plain)) < int(rope.partial * head_dim // 2)
+        return np.where(rotates, np.float32(1) / plain, np.float32(0)) / np.float32(rope.factor), 1.0
     if rope.scaling == "llama3":
         return _llama3(rope, np.float32(1) / plain, original), 1.0
     if rope.scaling == "yarn":

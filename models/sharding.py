@@ -248,7 +248,7 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     def up(size: int, unit: int = divisor) -> int:
         return -(-size // unit) * unit
 
-    for name in ("heads_by_layer", "output_gates", "lm_head_bias"):
+    for name in ("heads_by_layer", "output_gates", "lm_head_bias", "layer_kv"):
         if getattr(spec, name):
             raise ModelLoadError(
                 f"the model has {name}={getattr(spec, name)!r}, which cannot be split over devices yet: use "

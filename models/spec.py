@@ -62,7 +62,9 @@ class Rope:
 
     theta: float = 10000.0
     partial: float = 1.0      # rotated share of each head, from its first dimension
-    scaling: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    # default | linear | dynamic | llama3 | yarn | longrope | proportional: pairs are (i, i + half) of the whole head,
+    # and only the first `partial` of the pairs rotate (Gemma 4)
+    scaling: str = "default"
     factor: float = 1.0
     original_max_position: int = 0     # dynamic, llama3, yarn, longrope: trained length, in tokens
     low_freq_factor: float = 1.0       # llama3
@@ -87,6 +89,8 @@ class AttentionOptions:
     alibi_slopes: tuple[float, ...] | None = None  # one per query head: slope * (key - query position) is added
     v_dim: int | None = None      # latent attention: values are the first v_dim elements of the keys
     chunk: int | None = None      # c: a query at position p sees the keys from position p // c * c
+    kv_heads: int | None = None   # KV heads of the layer if layers differ; its pages are a part of larger ones
+    keeps_kv: bool = False        # later layers read this layer's keys and values
 
 
 Mixer: TypeAlias = AttentionOptions | Recurrence  # static options of what mixes a layer's tokens
@@ -153,6 +157,9 @@ class Experts:
     softcap: float | None = None  # c: the router's logits become c * tanh(logits / c) (Laguna)
     latent_size: int | None = None  # width that hidden states are compressed to for the experts (Nemotron 3); None: no
     jitter: float = 0.0          # SPARSE_MIXER: experts further than 2 * jitter from the best are left out
+    # A dense feed-forward network is next to the experts, and both have norms of their own. The router has a norm, and
+    # a factor for each expert (Gemma 4)
+    beside_dense: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +172,27 @@ class Latent:
     rope_dim: int                # per head: dimensions of queries and keys with rotary embedding
     v_dim: int                   # per head: dimensions of the values
     interleaved: bool = True     # rope pairs dimensions 2i and 2i + 1, not i and i + half
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKV:
+    """Keys and values of one layer, where layers differ (Gemma 3n, Gemma 4)."""
+
+    heads: int
+    head_dim: int                  # of queries, keys and values
+    values_are_keys: bool = False  # no value projection: values are the projected keys, before norm and rope
+    source: int | None = None      # earlier layer with the keys and values that this layer reads; None: it has its own
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerEmbedding:
+    """Per-layer embeddings (Gemma 3n): each token has a vector for each layer, which is added through a gate.
+
+    The vector is the mean of an embedding of the token, and of a projection of the first layer's input.
+    """
+
+    size: int        # of a layer's vector
+    vocab_size: int  # rows of the embedding
 
 
 class TextPooling(enum.Enum):
@@ -271,6 +299,11 @@ class DecoderSpec:
     attention_chunks: tuple[int | None, ...] = ()
     heads_by_layer: tuple[int, ...] = ()  # query heads of each layer, at most num_heads; () = num_heads (Laguna)
     qk_norm_layers: tuple[bool, ...] = ()  # per layer: True = `qk_norm` applies; () = all layers (Llama 4)
+    layer_kv: tuple[LayerKV, ...] = ()  # KV of each layer; () = num_kv_heads of head_dim in all layers (Gemma 4)
+    v_norm: bool = False         # RMS norm of each value head, without weights (Gemma 4)
+    intermediate_sizes: tuple[int, ...] = ()  # width of each layer's feed-forward network; () = intermediate_size
+    layer_embed: LayerEmbedding | None = None
+    layer_scalars: bool = False  # each layer's output is multiplied by a learned number (Gemma 4)
     # Attention's output is multiplied by softplus(gate): gates per head, 1 or head_dim; 0 = no gate (Laguna)
     output_gates: int = 0
     sinks: bool = False          # attention sinks: one learned logit per head joins the softmax's sum (gpt-oss)
@@ -312,17 +345,44 @@ class DecoderSpec:
 
     def rope_dim(self, rope: Rope) -> int:
         """Number of dimensions per head that a rope of the model rotates."""
+        if rope.scaling == "proportional":
+            return self.head_dim
         return int(self.head_dim * rope.partial) if self.latent is None else self.latent.rope_dim
 
     def of_layer(self, layer: int) -> "DecoderSpec":
-        """The spec with this layer's heads and norms; itself if all layers are alike."""
-        if not (self.heads_by_layer or self.qk_norm_layers):
+        """The spec with this layer's heads, norms and widths; itself if all layers are alike.
+
+        Its `layer_kv` has one entry, the layer's own.
+        """
+        if not (self.heads_by_layer or self.qk_norm_layers or self.layer_kv or self.intermediate_sizes):
             return self
         has_norm = not self.qk_norm_layers or self.qk_norm_layers[layer]
+        kv = self.kv_of(layer)
         return dataclasses.replace(
             self, num_heads=self.heads_by_layer[layer] if self.heads_by_layer else self.num_heads, heads_by_layer=(),
             qk_norm=self.qk_norm if has_norm else None, qk_norm_layers=(), attention_scale=self.scale,
+            num_kv_heads=kv.heads, head_dim=kv.head_dim, layer_kv=(kv,) if self.layer_kv else (),
+            intermediate_size=self.width(layer), intermediate_sizes=(),
         )  # fmt: skip
+
+    def kv_of(self, layer: int) -> LayerKV:
+        """Keys and values of a layer. In a spec of `of_layer`, use `layer` 0."""
+        return self.layer_kv[layer] if self.layer_kv else LayerKV(self.num_kv_heads, self.head_dim)
+
+    def width(self, layer: int) -> int:
+        """Width of a layer's dense feed-forward network."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
+    @property
+    def kv_sources(self) -> tuple[int | None, ...]:
+        """Per layer: the earlier layer with the keys and values that it reads; None: its own. () = all their own."""
+        return tuple(kv.source for kv in self.layer_kv)
+
+    @property
+    def page_parts(self) -> tuple[int, ...]:
+        """Per layer: number of layers whose KV fits into one page of num_kv_heads heads of head_dim. () = 1."""
+        most = self.num_kv_heads * self.head_dim
+        return tuple(most // (kv.heads * kv.head_dim) for kv in self.layer_kv)
 
     @property
     def page_v_dim(self) -> int | None:
@@ -369,8 +429,9 @@ class DecoderSpec:
         slopes = None if self.alibi is None else alibi_slopes(self.num_heads, self.alibi)
         chunk = self.attention_chunks[layer] if self.attention_chunks else None
         return AttentionOptions(
-            self.scale, self.window(layer), self.attention_softcap, slopes, self.page_v_dim, chunk
-        )
+            self.scale, self.window(layer), self.attention_softcap, slopes, self.page_v_dim, chunk,
+            self.layer_kv[layer].heads if self.layer_kv else None, layer in self.kv_sources,
+        )  # fmt: skip
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -427,6 +488,10 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
         tree |= {"project_in": leaf(hidden, embed), "project_out": leaf(embed, hidden)}
     if s.encoder is not None:
         tree |= _encoder_shapes(s, s.encoder, leaf)
+    if s.layer_embed is not None:
+        width = s.num_layers * s.layer_embed.size
+        tree |= {"layer_embed": leaf(s.layer_embed.vocab_size, width), "layer_embed_in": leaf(width, hidden)}
+        tree["layer_embed_norm"] = leaf(s.layer_embed.size)
     if s.num_labels is not None:
         tree["score"] = leaf(s.num_labels, embed)
     elif not (s.tie_embeddings or s.pools):
@@ -469,6 +534,8 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
         tree["up_bias"] = leaf(layers, 2, inter) if s.gated else leaf(layers, inter)
     if s.down_bias:
         tree["down_bias"] = leaf(layers, hidden)
+    if s.layer_scalars:
+        tree["layer_scalar"] = leaf(layers, 1)
     if s.latent is not None:
         tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
         if s.qkv_bias:
@@ -487,6 +554,9 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         tree |= _attention_shapes(s, leaf)
     if s.recurrence is not None and s.recurrence.layers[layer]:
         tree |= s.recurrence.leaves(s.hidden_size, leaf)
+    if s.layer_embed is not None:
+        size = s.layer_embed.size
+        tree |= {"layer_in": leaf(size, s.hidden_size), "layer_out": leaf(s.hidden_size, size)}
     if s.lone_feed_forward and not s.lone_feed_forward[layer]:
         return tree
     return tree | _feed_forward_shapes(s, layer, leaf)
@@ -495,7 +565,11 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
 def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of a layer's attention."""
     hidden, kv = s.hidden_size, s.num_kv_heads
-    if s.latent is None:
+    own = s.kv_of(0)
+    if own.values_are_keys or own.source is not None:
+        tree = {"q": leaf(s.num_heads * s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
+        tree |= {"k": leaf(kv * s.head_dim, hidden)} if own.source is None else {}
+    elif s.latent is None:
         # per KV head: a gate for each query head if the model has gates, its query heads, its key head, its value head
         tree = {"qkv": leaf(kv, s.qkv_heads, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
     else:
@@ -513,6 +587,8 @@ def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct])
     if s.qk_norm is not None:
         heads = (s.num_heads, kv) if s.qk_norm is QKNorm.PROJECTION else (1, 1)
         tree |= {name: leaf(n * s.head_dim) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
+        if own.source is not None:
+            del tree["k_norm"]
     if s.sinks:
         tree["sinks"] = leaf(s.num_heads)
     if s.output_gates:
@@ -522,9 +598,12 @@ def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct])
 
 def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Matrices of a layer's feed-forward network, dense or of experts."""
+    sparse = {}
     if s.experts is not None and s.is_sparse(layer):
-        return _expert_shapes(s.experts, s.hidden_size, 1 + s.gated, leaf)
-    tree = {"down": leaf(s.hidden_size, s.intermediate_size)}
+        sparse = _expert_shapes(s.experts, s.hidden_size, 1 + s.gated, leaf)
+        if not s.experts.beside_dense:
+            return sparse
+    tree = sparse | {"down": leaf(s.hidden_size, s.intermediate_size)}
     if s.gated:
         tree["gate_up"] = leaf(2, s.intermediate_size, s.hidden_size)
     else:
@@ -548,6 +627,8 @@ def _expert_shapes(e: Experts, hidden: int, parts: int, leaf: Callable[..., jax.
             "expert_gate_up_bias": leaf(e.num, parts, e.intermediate_size),
             "expert_down_bias": leaf(e.num, hidden),
         }
+    if e.beside_dense:
+        tree["router_scale"] = leaf(e.num)
     if e.correction:
         tree["router_correction"] = jax.ShapeDtypeStruct((e.num,), leaf_dtype("router_correction", np.float32))
     if e.shared_size:
@@ -563,4 +644,8 @@ def _norm_names(s: DecoderSpec) -> list[str]:
         names += ["attn_norm"] if s.shared_norm or s.lone_feed_forward else ["attn_norm", "mlp_norm"]
     if s.norm_position in (NormPosition.SANDWICH, NormPosition.OUTPUT):
         names += ["attn_out_norm", "mlp_out_norm"]
+    if s.layer_embed is not None:
+        names.append("layer_out_norm")
+    if s.experts is not None and s.experts.beside_dense:
+        names += ["router_norm", "dense_out_norm", "sparse_norm", "sparse_out_norm"]
     return names

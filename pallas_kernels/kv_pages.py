@@ -35,7 +35,7 @@ def _of_scales(sharding: Any) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["v_dim"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales", "whole"], meta_fields=["v_dim"])
 @dataclasses.dataclass(frozen=True)
 class KVPages:
     """KV cache pages of one layer. One array holds keys and values.
@@ -51,6 +51,9 @@ class KVPages:
     data: Any                # [num_blocks, 2, kv_heads, block_size, head_dim]; latent pages: 1 instead of 2
     scales: Any = None       # int8: bfloat16[num_blocks, 2, kv_heads, block_size]; fp8: float32[2, kv_heads]
     v_dim: int | None = None # static; latent pages only
+    # the array whose numbers `data` shows in another shape (`in_shape`); None: data itself. Native CPU kernels read and
+    # write it, because XLA for CPU copies an array that is reshaped for them
+    whole: Any = None
 
     @classmethod
     def shapes(
@@ -151,6 +154,31 @@ class KVPages:
     def num_bytes(self) -> int:
         """Size in bytes, with the scales, and without padding."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+    def in_shape(self, num_kv_heads: int, head_dim: int) -> "KVPages":
+        """The same memory as pages of layers with other heads: a page becomes one page, or several whole ones.
+
+        Only for pages of floats. Raises ValueError if a page is not a whole number of pages of the new shape.
+        """
+        blocks, parts, heads, size, width = self.data.shape
+        mine, other = heads * width, num_kv_heads * head_dim
+        if self.scales is not None or mine % other:
+            raise ValueError(
+                f"pages {self.dtype}{list(self.data.shape)}: cannot be read as pages of {num_kv_heads} heads of "
+                f"{head_dim}"
+            )
+        shape = (blocks * mine // other, parts, num_kv_heads, size, head_dim)
+        return self if self.data.shape == shape else KVPages(self.data.reshape(shape), whole=self.data)
+
+    def in_whole(self) -> "KVPages":
+        """The pages that `in_shape` was called on, with the numbers of these."""
+        return self if self.whole is None else KVPages(self.whole)
+
+    def with_data(self, data: Any) -> "KVPages":
+        """These pages with other numbers. data: in the shape of `data` or of `whole`."""
+        if self.whole is None:
+            return dataclasses.replace(self, data=data)
+        return dataclasses.replace(self, data=data.reshape(self.data.shape), whole=data.reshape(self.whole.shape))
 
     def addressable(self, num_blocks: int) -> int:
         """The largest number of blocks, at most `num_blocks`, that pages of this shape and dtype can have."""

@@ -48,6 +48,11 @@ class KVFormat:
                 f"kv_cache_dtype={name!r}: the model has latent attention, whose pages keep the type of the weights: "
                 "leave it at auto"
             )
+        if spec.layer_kv:
+            raise ModelLoadError(
+                f"kv_cache_dtype={name!r}: the model's layers have unlike keys and values, whose pages keep the type "
+                "of the weights: leave it at auto"
+            )
         if name != "fp8_e4m3":
             return cls(_TYPES[name])
         capability = nvidia_capability(device)

@@ -35,6 +35,7 @@ _ROPE_KEYS = {"rope_type", "type", "rope_theta", "finetuned", "partial_rotary_fa
 _SCALING_KEYS = {
     "default": set(),
     "linear": {"factor", "original_max_position_embeddings"},
+    "proportional": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
@@ -264,6 +265,8 @@ class CheckpointConfig:
             original = _integer("config.json: original_max_position_embeddings", trained)
         if kind == "linear":
             return Rope(theta=theta, scaling=kind, factor=number("factor"))
+        if kind == "proportional":
+            return Rope(theta=theta, scaling=kind, factor=number("factor", 1.0))
         if kind == "dynamic":
             return Rope(theta=theta, scaling=kind, factor=number("factor"), original_max_position=original)
         if kind == "llama3":

@@ -37,7 +37,18 @@ from pallas_kernels.native.memory import (
     store_int64,
 )
 from pallas_kernels.paged_attention import cpu_vectors
-from pallas_kernels.paged_attention.cpu import ALIBI, CAP, FLAGS, PAGE_KIND, QUERY_KIND, SCALE, SINKS, V_DIM, WINDOW
+from pallas_kernels.paged_attention.cpu import (
+    ALIBI,
+    CAP,
+    FLAGS,
+    OWN_HEADS,
+    PAGE_KIND,
+    QUERY_KIND,
+    SCALE,
+    SINKS,
+    V_DIM,
+    WINDOW,
+)
 
 LANES, VECTOR, TILE, PAIR = vectors.LANES, vectors.VECTOR, vectors.TILE, vectors.PAIR
 SPAN, LINE = cpu_vectors.SPAN, cpu_vectors.LINE
@@ -333,8 +344,10 @@ def prepare(frame, job):
     store_int64(job + ROWS, rows)
     store_int64(job + HEADS, heads)
     store_int64(job + HEAD_DIM, dim)
-    kv_heads = dimension(frame, 7, 2)
-    store_int64(job + NUM_BLOCKS, dimension(frame, 7, 0))
+    kv_heads = np.int64(option(job, OWN_HEADS))
+    # a page may be several pages of these heads (`KVPages.whole`)
+    numbers = dimension(frame, 7, 0) * dimension(frame, 7, 2) * dimension(frame, 7, 4)
+    store_int64(job + NUM_BLOCKS, numbers // (kv_heads * dim))
     store_int64(job + PARTS, dimension(frame, 7, 1))
     store_int64(job + KV_HEADS, kv_heads)
     store_int64(job + BLOCK_SIZE, dimension(frame, 7, 3))

@@ -63,4 +63,5 @@ def write_kv(
     write = pick(IMPLEMENTATIONS, implementation, pages)
     if not k.shape[0]:
         return pages
-    return write(pages, k, v, slot_mapping.astype(jnp.int32))
+    written = write(pages, k, v, slot_mapping.astype(jnp.int32))
+    return written if written.whole is not pages.whole or pages.whole is None else pages.with_data(written.data)

@@ -1,7 +1,5 @@
 """write_kv for CPUs: calls the kernel of `write_qkv/cpu_kernel.py`, as write_qkv does, through XLA's FFI."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,9 +81,10 @@ def call_kernel(
     options[KIND], options[PAGE_KIND] = KINDS[qkv.dtype], KINDS[pages.dtype]
     options[FLAGS] = BIAS * (raw.bias is not None) + NORM * (raw.q_norm is not None) + ROPE * (raw.cos is not None)
     options[EPS : EPS + 1] = np.array([raw.norm_eps], np.float32).view(np.int32)
+    whole = pages.data if pages.whole is None else pages.whole
     shapes = [
         jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), head_dim), qkv.dtype),
-        jax.ShapeDtypeStruct(pages.data.shape, pages.dtype),
+        jax.ShapeDtypeStruct(whole.shape, pages.dtype),
     ]
     call = jax.ffi.ffi_call(name, shapes, input_output_aliases={8: 1})
     arrays = [
@@ -93,5 +92,5 @@ def call_kernel(
         (raw.q_norm, qkv.dtype), (raw.k_norm, qkv.dtype),
     ]  # fmt: skip
     given = [np.zeros((1, 1), np.float32) if array is None else array.astype(dtype) for array, dtype in arrays]
-    q, data = call(options, qkv, slot_mapping, *given, pages.data)
-    return q, dataclasses.replace(pages, data=data)
+    q, data = call(options, qkv, slot_mapping, *given, whole)
+    return q, pages.with_data(data)

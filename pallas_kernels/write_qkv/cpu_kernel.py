@@ -141,7 +141,9 @@ def prepare(frame, job):
     store_int64(job + ROWS_A_HEAD, lanes)
     store_int64(job + HEAD_DIM, dim)
     store_int64(job + HALF, dimension(frame, 4, 1))
-    store_int64(job + NUM_SLOTS, dimension(frame, 8, 0) * dimension(frame, 8, 3))
+    # a page may be several pages of these heads (`KVPages.whole`)
+    numbers = dimension(frame, 8, 0) * dimension(frame, 8, 2) * dimension(frame, 8, 3) * dimension(frame, 8, 4)
+    store_int64(job + NUM_SLOTS, numbers // (heads * dim))
     store_int64(job + BLOCK_SIZE, dimension(frame, 8, 3))
     return (tokens + UNIT - 1) // UNIT, tokens * heads * lanes * dim >= MIN_SHARED_NUMBERS
 

@@ -41,7 +41,7 @@ def test_kv_groups_of_models(windows, max_model_len, size, groups):
 def test_every_layer_has_its_own_pages_in_a_kv_group_of_its_kind(windows, max_model_len):
     groups = group_layers(windows, max_model_len)
     places = [place for (place,) in groups.places]
-    assert len(set(places)) == len(places) == len(windows) == groups.num_layers
+    assert len(set(places)) == len(places) == len(windows) == groups.pages_per_token
     for window, place in zip(windows, places, strict=True):
         hides_something = window is not None and window < max_model_len
         assert groups.windows[place.kv_group] == (window if hides_something else None)
@@ -67,7 +67,7 @@ def test_layers_with_kv_and_with_state():
     groups = group_layers((None,) * 4, 4096, attends=(True, False, True, False), recurrent=(False, True, True, False))
     pages, state = [KVPlace(0, i) for i in range(2)], [KVPlace(1, 2 + i) for i in range(2)]
     assert groups == KVGroups((None,), ((pages[0],), (state[0],), (pages[1], state[1]), ()), num_arrays=2)
-    assert groups.num_layers == 2
+    assert groups.pages_per_token == 2
 
 
 @given(window=st.integers(1, 40), chunk=st.integers(1, 30), size=st.sampled_from([1, 2, 4, 8]))

@@ -56,7 +56,11 @@ def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
     tensors = {name: _values(name, shape, seed) for name, shape in shapes.items() if name not in packed}
     for name in packed:
         tensors |= _fp8_values(name, shapes[name], seed)
-    if variant.config["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5")):  # norms that add one to the weights
+    kind = variant.config["model_type"]
+    if kind.startswith(("gemma3n", "gemma4")):  # their scores have no factor below 1
+        of_scores = [name for name in tensors if name.endswith(("q_norm.weight", "k_norm.weight"))]
+        tensors |= {name: tensors[name] * np.float32(0.5) for name in of_scores}
+    elif kind.startswith(("gemma", "qwen3_next", "qwen3_5")):  # norms that add one to the weights
         offset = [name for name in tensors if "norm" in name and "linear_attn" not in name]
         tensors |= {name: tensors[name] - np.float32(1) for name in offset}
     return write_safetensors(folder / "model.safetensors", tensors, frozenset(packed))
@@ -119,6 +123,10 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.float32(centre) + np.float32(0.5) * uniform
     if name.endswith(("mamba.A_log", "mixer.A_log")):  # a state's decay: from 0.05 to 0.4 times the time step
         return np.float32(-2) + uniform
+    if name.endswith(("layer_scalar", "per_expert_scale")):
+        return np.float32(1) + np.float32(0.25) * uniform
+    if name.endswith("router.scale"):  # is divided by the root of the width
+        return np.float32(math.sqrt(shape[0])) * (np.float32(2) + np.float32(0.5) * uniform)
     if len(shape) == 1:
         return np.float32(0.5) * uniform
     embeddings = ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings", "backbone.embeddings")
@@ -251,6 +259,14 @@ _LATENT = {
     "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+
+
+_UNLIKE = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "head_dim": 16,
+    "global_head_dim": 32, "sliding_window": 20, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+    "num_kv_shared_layers": 0, "attention_k_eq_v": False, "use_double_wide_mlp": False,
+    "tie_word_embeddings": True, "hidden_size_per_layer_input": 0, "pad_token_id": 0,
+}  # fmt: skip
 
 
 FP8 = {
@@ -526,6 +542,20 @@ VARIANTS = (
     _kin("falcon-h1-gate", "FalconH1ForCausalLM", "falcon_h1", **_FALCON_H1 | {"ssm_multipliers": None},
          mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, projectors_bias=True,
          tie_word_embeddings=True),
+    # two layers with a window in a page of a layer with full attention, then two of the latter in one of the former
+    _kin("gemma4", "Gemma4ForCausalLM", "gemma4_text",
+         **_UNLIKE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
+                      "vocab_size_per_layer_input": 320, "final_logit_softcapping": 6.0},
+         rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                                             "rope_theta": 50000.0},
+                          "sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}),
+    _kin("gemma4-moe", "Gemma4ForCausalLM", "gemma4_text",
+         **_UNLIKE | {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 1},
+         enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32),
+    _kin("gemma4-unified", "Gemma4UnifiedForCausalLM", "gemma4_unified_text",
+         **_UNLIKE | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False,
+                      "num_kv_shared_layers": 1, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2,
+                      "num_hidden_layers": 4}),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -551,7 +581,7 @@ NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
-    "falcon_h1",
+    "falcon_h1", "gemma4_text", "gemma4_unified_text",
 )  # fmt: skip
 
 

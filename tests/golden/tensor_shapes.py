@@ -26,6 +26,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if config["model_type"].startswith(("deepseek", "mistral4", "glm4_moe_lite")):
         return _deepseek_shapes(config)
+    if config["model_type"].startswith("gemma4"):
+        return _gemma4_shapes(config)
     families = {
         "gpt2": _gpt2_shapes, "opt": _opt_shapes, "gpt_neox": _gpt_neox_shapes, "falcon": _falcon_shapes,
         "bloom": _bloom_shapes, "lfm2": _lfm2_shapes, "lfm2_moe": _lfm2_shapes,
@@ -106,6 +108,46 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if c.get("lm_head_bias"):
         shapes["lm_head.bias"] = (c["vocab_size"],)
     return shapes
+
+
+def _gemma4_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+    size, kinds = c.get("hidden_size_per_layer_input", 0), c["layer_types"]
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if size:
+        shapes |= {
+            "model.embed_tokens_per_layer.weight": (c["vocab_size_per_layer_input"], layers * size),
+            "model.per_layer_model_projection.weight": (layers * size, hidden),
+            "model.per_layer_projection_norm.weight": (size,),
+        }
+    for i, kind in enumerate(kinds):
+        at, is_full, shares = f"model.layers.{i}.", kind == "full_attention", i >= layers - c["num_kv_shared_layers"]
+        dim = c["global_head_dim"] if is_full else c["head_dim"]
+        kv = c["num_global_key_value_heads"] if is_full and c["attention_k_eq_v"] else c["num_key_value_heads"]
+        inter = c["intermediate_size"] * (2 if shares and c["use_double_wide_mlp"] else 1)
+        projections = {"q_proj": heads * dim}
+        if not shares:
+            projections |= {"k_proj": kv * dim} | ({} if is_full and c["attention_k_eq_v"] else {"v_proj": kv * dim})
+            shapes[f"{at}self_attn.k_norm.weight"] = (dim,)
+        shapes |= {f"{at}self_attn.{name}.weight": (rows, hidden) for name, rows in projections.items()}
+        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, heads * dim), f"{at}self_attn.q_norm.weight": (dim,)}
+        shapes |= {f"{at}mlp.{name}_proj.weight": (inter, hidden) for name in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj.weight": (hidden, inter), f"{at}layer_scalar": (1,)}
+        norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"]
+        norms += ["post_feedforward_layernorm"]
+        if size:
+            shapes |= {f"{at}per_layer_input_gate.weight": (size, hidden)}
+            shapes |= {f"{at}per_layer_projection.weight": (hidden, size)}
+            norms.append("post_per_layer_input_norm")
+        if c.get("enable_moe_block"):
+            experts, width = c["num_experts"], c["moe_intermediate_size"]
+            shapes |= {f"{at}router.proj.weight": (experts, hidden), f"{at}router.scale": (hidden,)}
+            shapes |= {f"{at}router.per_expert_scale": (experts,)}
+            shapes |= {f"{at}experts.gate_up_proj": (experts, 2 * width, hidden)}
+            shapes |= {f"{at}experts.down_proj": (experts, hidden, width)}
+            norms += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"]
+        shapes |= {f"{at}{name}.weight": (hidden,) for name in norms}
+    return shapes if c["tie_word_embeddings"] else shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
 
 
 def _delta_shapes(c: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:

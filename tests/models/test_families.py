@@ -33,11 +33,12 @@ TOLERANCE = 1e-4  # on natural logarithms
 
 
 # By default one variant of each older family, DeepSeek-V3 in the format of its release, and of the newer families those
-# with a mechanism of their own: norms after rope, unlike numbers of heads with gates, and chunked attention with rope
-# in pairs and queries that grow. All of them in .ci/run.
+# with a mechanism of their own: norms after rope, unlike numbers of heads with gates, chunked attention with rope in
+# pairs and queries that grow, and layers with unlike KV: shared KV with per-layer embeddings, and K=V with experts next
+# to a dense network. All of them in .ci/run.
 FIRST = [
     *(v for v in first_of_each_family() if v.config["model_type"] not in NEWER),
-    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "hunyuan", "laguna", "llama4")),
+    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "hunyuan", "laguna", "llama4", "gemma4", "gemma4-moe")),
 ]
 
 
@@ -167,6 +168,13 @@ CHANGES = {
     ],
     "falcon-h1-norm": [("recurrence", "gate_norm", GateNorm.AFTER), ("recurrence", "gate_norm", GateNorm.NONE)],
     "falcon-h1-gate": [("recurrence", "gate_norm", GateNorm.BEFORE), ("recurrence", "in_scale", 1.0)],
+    "gemma4": [
+        {"layer_embed": None}, {"layer_scalars": False}, {"v_norm": False}, {"attention_scale": None},
+        {"final_softcap": None}, {"embed_scale": 1.0}, {"window_rope": None}, {"rope": Rope(theta=50000.0)},
+        {"rope": Rope(theta=50000.0, scaling="proportional")}, {"sliding_window": ()},
+    ],
+    "gemma4-moe": [("beside_dense", False), ("per_token", 1), {"v_norm": False}],
+    "gemma4-unified": [{"layer_scalars": False}, {"rope": Rope(theta=1e6)}, {"sliding_window": ()}],
     "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
     "opt-350m": [{"norm_position": NormPosition.PRE}],
     "gpt2": [{"attention_scale": 1.0}],

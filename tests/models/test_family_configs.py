@@ -254,6 +254,20 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be a whole number from 2"),
         ("lfm2", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("lfm2-moe", {"layer_types": ...}, "layer_types=.* for each of 3 layers"),
+        ("gemma4", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+        ("gemma4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* is not supported"),
+        ("gemma4", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6: no layer before the last 6 is of their kind"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5: no layer before the last 5 is of their kind"),
+        ("gemma4", {"layer_types": ["chunked_attention"] * 6}, "layer_types=.* is not supported"),
+        ("gemma4", {"global_head_dim": 24}, "2 KV heads of 16 and with 2 of 24.*multiples of each other"),
+        ("gemma4", {"per_layer_config": {"1": {"sliding_window": 8}}}, "per_layer_config=.* is not supported"),
+        ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5},
+                                        "sliding_attention": {}}}, "partial_rotary_factor=0.5 is not supported"),
+        ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4},
+                                        "sliding_attention": {}}}, "rope_parameters=.*yarn.* is not supported"),
+        ("gemma4-moe", {"top_k_experts": 7}, "top_k_experts=7 is more than num_experts=6"),
+        ("gemma4-moe", {"num_experts": ...}, "num_experts is missing"),
     ],
 )
 def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
@@ -261,7 +275,9 @@ def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> No
         spec_of(config(name, **changes))
 
 
-@pytest.mark.parametrize(("name", "field"), [("laguna", "heads_by_layer"), ("phimoe", "lm_head_bias")])
+@pytest.mark.parametrize(
+    ("name", "field"), [("laguna", "heads_by_layer"), ("phimoe", "lm_head_bias"), ("gemma4-unified", "layer_kv")]
+)
 def test_models_that_cannot_be_split_over_devices(name: str, field: str) -> None:
     with pytest.raises(ModelLoadError, match=f"the model has {field}=.*cannot be split over devices yet"):
         split_spec(spec_of(config(name)), Shards(2))

@@ -20,7 +20,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
 from jpaged.models.recurrent_spec import GatedDelta
-from jpaged.models.spec import DecoderSpec, Experts, Latent, Rope, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, Latent, LayerKV, QKNorm, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
@@ -42,6 +42,8 @@ LATENT = dataclasses.replace(
 )
 # Six layers of two kinds, in three KV groups over two page arrays. Three layers write and read each array in turn.
 MIXED = (96, 96, None, 96, 96, None)
+# For the first layers of these: half a page each, a whole page, and none
+UNLIKE = (LayerKV(4, 64), LayerKV(4, 64), LayerKV(8, 64, values_are_keys=True), LayerKV(4, 64, source=1))
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 # Two recurrent layers, whose slots take far more bytes than the state of all rows
 DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=64, conv_width=4), 256
@@ -82,11 +84,17 @@ def placement_on(target):
 
 @functools.cache
 def compiled(
-    target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, recurrence=None
-):
+    target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, recurrence=None,
+    layer_kv=(),
+):  # fmt: skip
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
-    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts, recurrence=recurrence)
-    kv_groups = group_layers(spec.windows, spec.max_position, spec.attends, spec.recurrent)
+    spec = dataclasses.replace(
+        SPEC, num_layers=layers, sliding_window=windows, experts=experts, recurrence=recurrence, layer_kv=layer_kv,
+        qk_norm=QKNorm.HEAD if layer_kv else None,
+    )  # fmt: skip
+    kv_groups = group_layers(
+        spec.windows, spec.max_position, spec.attends, spec.recurrent, spec.page_parts, spec.kv_sources
+    )
     shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     if target != "cpu":
         mesh = (V5E if target.startswith("v5e") else H200).tracing()
@@ -161,6 +169,17 @@ def test_pages_of_several_kv_groups_are_not_copied(target, shape):
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < limit(target)
     assert memory.alias_size_in_bytes >= 2 * pool_bytes(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "shape"), [case for case in ONE_ON_CPU if "v5e" not in case.values[0]])
+def test_pages_of_unlike_layers_are_not_copied(target, shape):
+    """Two layers share the pages of an array, and a third reads them. The program sees the array in two shapes."""
+    program = compiled(target, shape, layers=len(UNLIKE), windows=MIXED[: len(UNLIKE)], layer_kv=UNLIKE)
+    assert large_moves(program.as_text(), limit(target)) == []
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < limit(target)
+    assert memory.alias_size_in_bytes >= pool_bytes(target)
 
 
 @pytest.mark.slow
@@ -248,16 +267,20 @@ def test_moving_blocks_copies_no_other_pages(target, blocks):
 
 
 @pytest.mark.skipif(set_rows.kernel().name is None, reason="native kernels cannot run here")
-@pytest.mark.parametrize(("latent", "kv_cache_dtype"), [
-    (False, "auto"),
-    pytest.param(False, "int8", marks=pytest.mark.slow),
-    pytest.param(False, "fp8", marks=pytest.mark.slow),
-    pytest.param(True, "auto", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_every_program_of_an_engine_on_cpu_updates_pages_in_place(latent, kv_cache_dtype):
+@pytest.mark.parametrize(("spec", "kv_cache_dtype"), [
+    (SPEC, "auto"),
+    pytest.param(SPEC, "int8", marks=pytest.mark.slow),
+    pytest.param(SPEC, "fp8", marks=pytest.mark.slow),
+    pytest.param(LATENT, "auto", marks=pytest.mark.slow),
+    pytest.param(
+        dataclasses.replace(SPEC, layer_kv=UNLIKE[1:3], sliding_window=(96, None), qk_norm=QKNorm.HEAD), "auto",
+        marks=pytest.mark.slow,
+    ),
+], ids=["auto", "int8", "fp8", "latent", "unlike"])  # fmt: skip
+def test_every_program_of_an_engine_on_cpu_updates_pages_in_place(spec, kv_cache_dtype):
     """With weights of 16 bits and pages of each type, also with JAX 0.10. XLA converts pages that it updates itself."""
     sizes = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    spec = dataclasses.replace(LATENT if latent else SPEC, num_layers=2)
+    spec = dataclasses.replace(spec, num_layers=2)
     model = ServedModel(spec, param_shapes(spec, jnp.bfloat16))
     config = EngineConfig(model="", max_model_len=256, kv_cache_dtype=kv_cache_dtype, **sizes)
     build = Blueprint.draw(model, config, Placement.single(jax.devices()[0])).with_blocks(8 * BLOCKS)

@@ -15,8 +15,9 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.kv_groups import group_layers
 from jpaged.models.quantization import Quantizer
-from jpaged.models.spec import DecoderSpec, Rope, param_shapes
+from jpaged.models.spec import DecoderSpec, LayerEmbedding, LayerKV, QKNorm, Rope, param_shapes
 from jpaged.runtime.compile import blueprint
 from jpaged.runtime.runner import ModelRunner
 from jpaged.speculation_config import SpeculationConfig
@@ -31,7 +32,17 @@ FULL = DecoderSpec(
     vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
     max_position=2048, rope=Rope(), tie_embeddings=True,
 )  # fmt: skip
-SPECS = {"full": FULL, "windows": dataclasses.replace(FULL, sliding_window=(20, None))}
+# Layers 0, 2 and 3 have half a page each, in one KV group. Layer 1 has a whole page. The last two have no KV: they read
+# layers 3 and 1. Layer 1 has no value projection
+_NARROW, _WIDE = LayerKV(2, 16), LayerKV(2, 32, values_are_keys=True)
+UNLIKE = dataclasses.replace(
+    FULL, num_layers=6, head_dim=32, sliding_window=(20, None, 20, 20, 20, None), qk_norm=QKNorm.HEAD, v_norm=True,
+    layer_kv=(
+        _NARROW, _WIDE, _NARROW, _NARROW, dataclasses.replace(_NARROW, source=3), dataclasses.replace(_WIDE, source=1)
+    ),
+    layer_embed=LayerEmbedding(16, VOCAB_SIZE), attention_scale=0.25,
+)  # fmt: skip
+SPECS = {"full": FULL, "windows": dataclasses.replace(FULL, sliding_window=(20, None)), "unlike": UNLIKE}
 
 
 @contextlib.contextmanager
@@ -90,6 +101,9 @@ def make_runner(spec, scheme=None, drafter=None, **options):
 
 def params_layers(spec):
     """Page arrays of a block: one per layer of a KV group."""
+    if spec.layer_kv:
+        groups = group_layers(spec.windows, MAX_MODEL_LEN, parts=spec.page_parts, sources=spec.kv_sources)
+        return range(groups.num_arrays)
     kinds = spec.windows
     return range(max(kinds.count(kind) for kind in set(kinds)))
 
@@ -124,7 +138,10 @@ def make_engine(
 
 
 def poison(engine):
-    """Write NaN into every slot that no request may read: unwritten slots, and free blocks without a name."""
+    """Write NaN into every slot that no request may read: unwritten slots, and free blocks without a name.
+
+    If several layers share a page, only into whole blocks: their slots are at other places of the page.
+    """
     pool, runner = engine.scheduler.manager.pool, engine.runner.runner
     if pool.moves:
         return  # pending moves still read blocks that are marked free
@@ -137,6 +154,8 @@ def poison(engine):
             for index, block in enumerate(table.held, table.first_held):
                 computed = request.schedule.num_computed - index * BLOCK_SIZE
                 written[block] = max(written[block], min(computed, BLOCK_SIZE))
+    if runner.memory_plan.limits.kv_groups.parts:
+        written = np.where(written > 0, BLOCK_SIZE, 0)
     unwritten = np.arange(BLOCK_SIZE) >= written[:, None]
     runner._last.state = runner.state.with_pages(_poisoned(runner.state.pages, unwritten))
 

@@ -114,8 +114,8 @@ class Blueprint:
         here = local_spec(model.spec, placement.shards)
         implementation = BIDIRECTIONAL
         if model.spec.encoder is None:
-            call = _attention_call(here, _dtype(model.params), limits, kv_format)
-            implementation = _implementation(config, call, placement)
+            calls = _attention_calls(here, _dtype(model.params), limits, kv_format)
+            implementation = _implementation(config, calls, placement)
         params = local_shapes(model.params)
         gated_dot = named_implementation(config, here, params, model.layout, placement.device)
         fused = fused_choice.fused_implementation(
@@ -310,10 +310,11 @@ class Blueprint:
         named, failures = self.config.attention_implementation, []
         if self.placement.shards.fixed_kernels(self.dtype):
             named = self.implementation  # another one has other sums
-        call = _attention_call(self.local_spec, self.dtype, self.limits, self.kv_format)
-        names = (named,) if named else usable_implementations(self.placement.device, *call)
+        calls = _attention_calls(self.local_spec, self.dtype, self.limits, self.kv_format)
+        names = (named,) if named else _usable(self.placement, calls)
         if names == ("xla",) and self.placement.platform == "gpu":
-            refused = IMPLEMENTATIONS["triton"].refuse(self.placement.device, *call)
+            reasons = [IMPLEMENTATIONS["triton"].refuse(self.placement.device, *call) for call in calls]
+            refused = next(reason for reason in reasons if reason is not None)
             logger.warning("attention runs without kernels, which is slow: %s", refused)
         for name in names:
             attempt = dataclasses.replace(self, implementation=name)
@@ -361,9 +362,10 @@ class Blueprint:
     def check_attention(self, device: jax.Device) -> None:
         """Compare attention with its reference. Raises KernelCheckError if results are wrong on this device."""
         spec, largest = self.local_spec, 0.0
-        for window in dict.fromkeys(spec.windows):
+        layers = [(window, spec.kv_of(i).heads, spec.kv_of(i).head_dim) for i, window in enumerate(spec.windows)]
+        for window, kv_heads, head_dim in dict.fromkeys(layers):
             errors = self_check(
-                q_heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+                q_heads=spec.num_heads, kv_heads=kv_heads, head_dim=head_dim,
                 block_size=self.limits.block_size, dtype=self.dtype, kv_dtype=self.kv_format.dtype,
                 sliding_window=window,
                 logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
@@ -562,21 +564,37 @@ def _attention_call(
     return q, pages, tables, limits.max_num_batched_tokens
 
 
-def _implementation(config: EngineConfig, call: tuple[Any, ...], placement: Placement) -> str:
-    """The attention implementation of the options, or the default for the device and the call."""
+def _attention_calls(
+    spec: DecoderSpec, dtype: np.dtype, limits: memory.Limits, kv_format: KVFormat
+) -> list[tuple[Any, ...]]:
+    """`_attention_call` of each kind of layer, by the heads of its KV."""
+    kinds = {(kv.heads, kv.head_dim) for kv in spec.layer_kv} or {(spec.num_kv_heads, spec.head_dim)}
+    specs = [dataclasses.replace(spec, num_kv_heads=heads, head_dim=width) for heads, width in sorted(kinds)]
+    return [_attention_call(one, dtype, limits, kv_format) for one in specs]
+
+
+def _usable(placement: Placement, calls: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:
+    """Attention implementations that take all calls, best first."""
+    first, *rest = (usable_implementations(placement.device, *call) for call in calls)
+    return tuple(name for name in first if all(name in names for names in rest))
+
+
+def _implementation(config: EngineConfig, calls: Sequence[tuple[Any, ...]], placement: Placement) -> str:
+    """The attention implementation of the options, or the default for the device and the calls."""
     name = config.attention_implementation
-    if placement.shards.fixed_kernels(call[0].dtype):
+    if placement.shards.fixed_kernels(calls[0][0].dtype):
         if name not in (None, "triton_fixed"):
             raise ModelLoadError(
                 f"attention_implementation={name!r}: must be 'triton_fixed' with deterministic=True and 16-bit weights"
             )
         name = "triton_fixed"
     if name is None:
-        return usable_implementations(placement.device, *call)[0]
+        return _usable(placement, calls)[0]
     if name not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelLoadError(f"attention_implementation={name!r}: must be one of {known}; leave it out for the default")
-    reason = IMPLEMENTATIONS[name].refuse(placement.device, *call)
+    reasons = [IMPLEMENTATIONS[name].refuse(placement.device, *call) for call in calls]
+    reason = next((reason for reason in reasons if reason is not None), None)
     if name in ("mosaic_gpu", "mosaic_prefill") and placement.device.platform == "cpu":
         # `refuse` accepts a CPU for tests of the kernels, which run in JAX's interpreter of Mosaic GPU
         reason = "it is for NVIDIA's Hopper (compute capability 9), not for a CPU"

@@ -198,7 +198,7 @@ class MemoryPlan:
     def full_attention_bytes(self) -> int:
         """KV bytes of the longest request if no layer had a window."""
         kv_groups = self.limits.kv_groups
-        return self.limits.width * self.block_bytes * kv_groups.num_layers // max(kv_groups.num_arrays, 1)
+        return int(self.limits.width * self.block_bytes * kv_groups.pages_per_token) // max(kv_groups.num_arrays, 1)
 
 
 def size_text(num_bytes: int) -> str:
@@ -219,7 +219,8 @@ _PARTS = {
     ),
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
     "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
-    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
+    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "layer_scalar"),
+    "per-layer embeddings": ("layer_embed", "layer_embed_in", "layer_in", "layer_out"),
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
 }
@@ -281,6 +282,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     Raises ModelLoadError for an option that does not fit the model or another option.
     """
     refuse_with_state(spec, config)
+    refuse_with_unlike_layers(spec, config, platform)
     on_cpu = platform == "cpu"
     if spec.encoder is not None:
         return _encoder_limits(spec, config, platform)
@@ -318,7 +320,9 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(
             f"block_size={block_size}: must divide attention_chunk_size={chunk} of the model's config.json"
         )
-    kv_groups = group_layers(spec.windows, max_model_len, spec.attends, spec.recurrent)
+    kv_groups = group_layers(
+        spec.windows, max_model_len, spec.attends, spec.recurrent, spec.page_parts, spec.kv_sources
+    )
     return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
 
 
@@ -372,6 +376,30 @@ def refuse_with_state(spec: DecoderSpec, config: EngineConfig) -> None:
 
 # Options that split, hand over or take back tokens or arrays of a layer's state, which is not built
 NOT_WITH_STATE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
+    "speculative_config", "enable_lora", "prefill_engines", "kv_handover",
+)  # fmt: skip
+
+
+def refuse_with_unlike_layers(spec: DecoderSpec, config: EngineConfig, platform: str) -> None:
+    """Raise ModelLoadError for an option or a device that does not work with layers with unlike KV (`layer_kv`)."""
+    if not spec.layer_kv:
+        return
+    if platform == "tpu" and len({(kv.heads, kv.head_dim) for kv in spec.layer_kv}) > 1:
+        raise ModelLoadError(
+            "the model's layers have KV heads of unlike sizes, which share no pages on TPU yet: use a GPU or a CPU"
+        )
+    defaults = EngineConfig(model=config.model)
+    for name in NOT_WITH_UNLIKE_LAYERS:
+        if (value := getattr(config, name)) != getattr(defaults, name):
+            raise ModelLoadError(
+                f"{name}={value!r}: does not work with a model whose layers have unlike keys and values yet: leave it "
+                "out"
+            )
+
+
+# Options that split, adapt or hand over arrays of layers as if all layers had the same
+NOT_WITH_UNLIKE_LAYERS = (
     "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
     "speculative_config", "enable_lora", "prefill_engines", "kv_handover",
 )  # fmt: skip

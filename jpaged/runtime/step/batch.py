@@ -184,6 +184,27 @@ class KVGroupRows:
     query_start_loc: Leaf  # int32[rows + 1]
 
 
+def rows_by_part(
+    kv_groups: tuple[KVGroupRows, ...], parts: tuple[int, ...], block_size: int
+) -> tuple[KVGroupRows | tuple[KVGroupRows, ...], ...]:
+    """The KV groups; one whose pages are shared by n layers as n entries, which see the pool as n times the pages.
+
+    parts: `KVGroups.parts`.
+    """
+
+    def of_part(rows: KVGroupRows, count: int, part: int) -> KVGroupRows:
+        block, offset = rows.slots // block_size, rows.slots % block_size
+        slots = jnp.where(rows.slots < 0, -1, (block * count + part) * block_size + offset)
+        return rows.replace(block_tables=rows.block_tables * count + part, slots=slots)
+
+    if not parts:
+        return kv_groups
+    return tuple(
+        rows if count == 1 else tuple(of_part(rows, count, part) for part in range(count))
+        for rows, count in zip(kv_groups, parts, strict=True)
+    )
+
+
 @flax.struct.dataclass
 class Batch:
     """Inputs of the decoder, built on the device. Padding rows have 0 tokens."""

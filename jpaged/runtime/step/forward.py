@@ -33,7 +33,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import DeviceState, Field, Leaf, SamplingState, formats
 from jpaged.runtime.step import context
 from jpaged.runtime.step.attention_chunks import rows_by_chunk
-from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch
+from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch, rows_by_part
 from jpaged.runtime.step.encode import forward_texts
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
@@ -59,6 +59,8 @@ class PagedAttend:
         self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions,
         sinks: Float[Array, " heads"] | None,
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
+        if options.kv_heads is not None:
+            return self._of_unlike_layer(projection, pages, metadata, options)
         write, product = matching_write(self.implementation), projection.product
         arrays = {
             "bias": projection.bias, "cos": projection.cos, "sin": projection.sin, "q_norm": projection.q_norm,
@@ -85,6 +87,24 @@ class PagedAttend:
             logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
         )  # fmt: skip
         return out, pages
+
+    def _of_unlike_layer(
+        self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions
+    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
+        """`__call__` for a model whose layers have unlike KV. The layer may read the pages of an earlier layer."""
+        assert options.kv_heads is not None
+        if projection.has_keys:
+            q, k, v = projection.finish()
+            own = pages.in_shape(options.kv_heads, q.shape[2])
+            own = write_kv(own, k, v, metadata.slots, implementation=matching_write(self.implementation))
+        else:
+            q = projection.finish_queries()
+            own = pages.in_shape(options.kv_heads, q.shape[2])
+        out = paged_attention(
+            q, own, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, scale=options.scale,
+            max_query_len=self.max_query_len, sliding_window=options.window, implementation=self.implementation,
+        )  # fmt: skip
+        return out, own.in_whole()
 
 
 def forward(
@@ -130,7 +150,8 @@ def forward(
     if count > 1:
         batch = context.own_part(batch, count)
         hidden = None if hidden is None else context.own_tokens(hidden, count)
-    kept, rows = (*state.pages, *state.recurrent), (*batch.kv_groups, batch.state_rows)
+    groups = rows_by_part(batch.kv_groups, kv_groups.parts, shape.block_size)
+    kept, rows = (*state.pages, *state.recurrent), (*groups, batch.state_rows)
     x, kept, choices, *captured = decoder.decode(
         spec, params, batch.token_ids, batch.positions, kept, rows,
         PagedAttend(shape.max_query_len, implementation, shards, count),

@@ -38,6 +38,9 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
     widths = [spec.hidden_size, spec.vocab_size]  # of normalised vectors
     if spec.qk_norm is not None:
         widths.append(spec.num_kv_heads * spec.head_dim)
+        widths += [kv.heads * kv.head_dim for kv in spec.layer_kv]
+    if spec.layer_embed is not None:
+        widths.append(spec.num_layers * spec.layer_embed.size)
     if spec.latent is not None:
         widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
     narrowest = min(widths)

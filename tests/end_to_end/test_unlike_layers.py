@@ -1,0 +1,114 @@
+"""Layers with unlike keys and values: heads of two sizes in one pool, layers that read another layer's pages.
+
+`tests/end_to_end/test_cold_equals_warm.py` has the same model with evictions, preemption and the host tier.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import SamplingParams
+from jpaged.config import EngineConfig
+from jpaged.errors import ModelLoadError
+from jpaged.kv_groups import KVPlace, group_layers
+from jpaged.models.spec import param_shapes
+from jpaged.runtime.kv_format import KVFormat
+from jpaged.runtime.memory.plan import NOT_WITH_UNLIKE_LAYERS, block_bytes, decide_limits
+from jpaged.runtime.step.batch import KVGroupRows, rows_by_part
+from pallas_kernels import KVPages
+from tests.support.tiny_engine import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    UNLIKE,
+    VOCAB_SIZE,
+    alone,
+    bits,
+    make_engine,
+    make_runner,
+    run,
+)
+
+pytestmark = pytest.mark.codegen
+
+
+def greedy(max_tokens, **more):
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2, **{"temperature": 0} | more)
+
+
+def test_answers_have_the_same_bits_alone_together_in_chunks_and_from_the_cache():
+    """Prompts are longer than the window of 20, than a chunk of 12, and than a block. Forks copy shared pages."""
+    runner = make_runner(UNLIKE)
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, VOCAB_SIZE, 50).tolist()
+    tails = [rng.integers(0, VOCAB_SIZE, n).tolist() for n in (1, 9, 30)]
+    requests = [(stem + tail, greedy(12)) for tail in tails]
+    requests.append((stem[:23], greedy(9, temperature=0.9, seed=3, n=2)))
+    wanted = alone(make_engine(runner, caching=False), requests)
+    engine = make_engine(runner, budget=12)
+    for _ in range(2):
+        done = run(engine, requests)
+        assert [bits(done[str(i)]) for i in range(len(requests))] == wanted
+    assert engine.stats().prefix_hit_tokens > 150
+    runner.close()
+
+
+def test_layers_share_pages():
+    """Three layers have half a page each, in two KV groups. The last two layers have the pages of layers 3 and 1."""
+    groups = group_layers(UNLIKE.windows, MAX_MODEL_LEN, parts=UNLIKE.page_parts, sources=UNLIKE.kv_sources)
+    assert groups.num_arrays == 1
+    assert (groups.windows, groups.parts) == ((20, 20, None), (2, 2, 1))
+    own = (KVPlace(0, 0, 0), KVPlace(2, 0), KVPlace(0, 0, 1), KVPlace(1, 0, 0))
+    assert [place for (place,) in groups.places] == [*own, own[3], own[1]]
+    assert groups.pages_per_token == 2.5
+    limits = decide_limits(UNLIKE, EngineConfig(model="", block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN), "cpu")
+    # a block holds 8 tokens of the widest layer: keys and values, 2 heads of 32
+    assert block_bytes(UNLIKE, limits, KVFormat(np.dtype(np.float32)), "cpu") == 2 * 8 * 2 * 32 * 4
+
+
+def test_parts_of_a_page_are_disjoint():
+    """Each of two layers writes its own half of every page, and reads it back. Padding is written nowhere."""
+    pages = KVPages(jnp.zeros((3, 2, 2, 8, 32)))
+    slots = np.array([3, 17, -1], np.int32)
+    group = KVGroupRows(jnp.array([[2, 0]]), jnp.asarray(slots), jnp.array([3]), jnp.array([0, 3]))
+    whole = KVGroupRows(jnp.array([[1]]), jnp.asarray(slots), jnp.array([3]), jnp.array([0, 3]))
+    parts, unchanged = rows_by_part((group, whole), (2, 1), block_size=8)
+    assert unchanged is whole
+    values = np.arange(2 * 3 * 2 * 16, dtype=np.float32).reshape(2, 3, 2, 16) + 1
+    for part, layer in zip(parts, values, strict=True):
+        view = pages.in_shape(2, 16)
+        pages = view.with_data(view.scatter(jnp.asarray(layer), jnp.asarray(-layer), part.slots).data).in_whole()
+    assert pages.data.shape == (3, 2, 2, 8, 32)
+    assert np.count_nonzero(np.asarray(pages.data[1])) == 0
+    for part, layer in zip(parts, values, strict=True):
+        keys, negative = pages.in_shape(2, 16).gather(part.block_tables, jnp.float32)
+        np.testing.assert_array_equal(keys[0, :, [1, 11]], layer[[1, 0]])  # block 2 comes first in the block table
+        np.testing.assert_array_equal(negative, -keys)
+    with pytest.raises(ValueError, match="cannot be read as pages of 2 heads of 24"):
+        pages.in_shape(2, 24)
+
+
+VALUES = {"deterministic": True, "enable_lora": True, "kv_handover": True, "speculative_config": {"method": "ngram"}}
+
+
+@pytest.mark.parametrize("name", NOT_WITH_UNLIKE_LAYERS)
+def test_options_that_do_not_work_are_refused(name):
+    config = dataclasses.replace(EngineConfig(model=""), **{name: VALUES.get(name, 2)})
+    with pytest.raises(ModelLoadError, match=f"{name}=.* does not work with a model whose layers have unlike keys"):
+        decide_limits(UNLIKE, config, "cpu")
+
+
+def test_tpus_and_8_bit_pages_are_refused():
+    with pytest.raises(ModelLoadError, match="KV heads of unlike sizes, which share no pages on TPU yet"):
+        decide_limits(UNLIKE, EngineConfig(model=""), "tpu")
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype='int8': the model's layers have unlike keys and values"):
+        KVFormat.choose(UNLIKE, "int8", np.dtype(np.float32), None)
+
+
+def test_a_layer_has_no_leaves_that_it_does_not_use():
+    layers = param_shapes(UNLIKE, jnp.float32)["layers"]
+    assert {"qkv", "k_norm"} <= layers[0].keys()
+    assert {"q", "k", "k_norm"} <= layers[1].keys()
+    assert not {"qkv", "v"} & layers[1].keys()
+    assert not {"qkv", "k", "v", "k_norm"} & layers[4].keys()
