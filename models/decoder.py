@@ -35,6 +35,7 @@ from jpaged.models.adapters import (
 )
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
+from jpaged.models.indexer import IndexQueries, chosen_in_sequences
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layers import feed_forward, normalise, normalise_split, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
@@ -63,7 +64,7 @@ Metadata: TypeAlias = Any   # pytree for `attend`, with the tokens of each reque
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["product", "bias", "q_norm", "k_norm", "cos", "sin"], meta_fields=["norm_eps"],
+    data_fields=["product", "bias", "q_norm", "k_norm", "cos", "sin", "index"], meta_fields=["norm_eps"],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Projection:
@@ -80,6 +81,7 @@ class Projection:
     cos: Array | None     # float32[tokens, half]; sin likewise
     sin: Array | None
     norm_eps: float
+    index: IndexQueries | None = None  # sparse attention: they choose the tokens to attend to
 
     def finish(self) -> tuple[Array, Array, Array | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], after bias, norms and rope."""
@@ -330,6 +332,9 @@ def dense_causal_attend(
     if options.chunk is not None:
         chunks = jnp.arange(length) // options.chunk
         seen &= chunks[:, None] == chunks
+    if projection.index is not None:
+        index_keys = k[:, :, 0, head_dim - projection.index.dim :]
+        seen = seen & chosen_in_sequences(projection.index, index_keys)[:, None, None]
     scores = jnp.where(seen, scores, -1e30)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
@@ -474,8 +479,8 @@ def _attention(
 def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
     spec, params, cos, sin = context.spec, context.params, context.cos, context.sin
     if spec.latent is not None:
-        q, k = latent_queries_and_keys(spec.latent, x, context)
-        return Projection((q, k, None), None, None, None, None, None, spec.norm_eps)
+        q, k, index = latent_queries_and_keys(spec.latent, x, context)
+        return Projection((q, k, None), None, None, None, None, None, spec.norm_eps, index)
     qkv, bias = _qkv(x, context)
     if context.query_factors is not None:
         qkv, bias = _grown(qkv, bias, context.query_factors), None

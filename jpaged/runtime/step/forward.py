@@ -35,6 +35,7 @@ from jpaged.runtime.step import context
 from jpaged.runtime.step.attention_chunks import rows_by_chunk
 from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch
 from jpaged.runtime.step.encode import forward_texts
+from jpaged.runtime.step.sparse_attention import pages_of_tokens, rows_by_token
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
@@ -80,8 +81,13 @@ class PagedAttend:
         if options.chunk is not None:
             rows = rows_by_chunk(*rows, options.chunk, max_query_len=max_query_len, block_size=pages.block_size)
             max_query_len = min(max_query_len, options.chunk)
+        read = pages
+        if projection.index is not None:
+            on_cpu = self.implementation in ("cpu", "xla_loop")
+            rows = rows_by_token(projection.index, pages, *rows, on_cpu=on_cpu)
+            read, max_query_len = pages_of_tokens(pages), 1
         out = paged_attention(
-            q, pages, *rows, scale=options.scale, max_query_len=max_query_len, sliding_window=options.window,
+            q, read, *rows, scale=options.scale, max_query_len=max_query_len, sliding_window=options.window,
             logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
         )  # fmt: skip
         return out, pages
