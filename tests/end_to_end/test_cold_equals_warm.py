@@ -29,8 +29,10 @@ STEM = 72  # tokens; longer than a step's budget, so that stems are computed in 
 SPLITS = sorted({edge + off for edge in range(BLOCK_SIZE, STEM + 1, BLOCK_SIZE) for off in (-1, 0, 1)} | {1, STEM})
 
 
-# layers of one kind by default, both kinds of models in .ci/run
-@pytest.fixture(scope="module", params=["full", pytest.param("windows", marks=pytest.mark.slow)])
+# layers of one kind by default; windows, and sparse attention, in .ci/run
+@pytest.fixture(
+    scope="module", params=["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("windows", "sparse"))]
+)
 def runner(request):
     runner = make_runner(SPECS[request.param])
     yield runner

@@ -40,6 +40,8 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
         widths.append(spec.num_kv_heads * spec.head_dim)
     if spec.latent is not None:
         widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
+    if spec.indexer is not None:
+        widths.append(spec.indexer.head_dim)
     narrowest = min(widths)
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
