@@ -35,7 +35,7 @@ from jpaged.models.adapters import (
 )
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
-from jpaged.models.indexer import IndexQueries, chosen_in_sequences
+from jpaged.models.indexer import ChosenPages, IndexQueries, chosen_in_sequences
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layers import feed_forward, normalise, normalise_split, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
@@ -173,6 +173,7 @@ def decode(
     if places is None:
         metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
     new_pages, choices, captured, normed = list(pages), [], [], None
+    shares_choice, chosen = spec.indexer is not None and spec.indexer.layers != (), None
     takes_fused = fused is not None and num_tokens is not None and adapter_slots is None
     for i, matrices, place in zip(layers, params["layers"], places, strict=True):
         if i in capture:
@@ -189,7 +190,10 @@ def decode(
         if of_layer is not None:
             next_norm = params["attn_norm"] if i + 1 < layers.stop else None
             norms = LayerNorms(params["mlp_norm"], next_norm, jnp.asarray(i - first_layer, jnp.int32))
-        x, normed, new_pages[place.page_array], choice = _layer(
+        of_array = new_pages[place.page_array]
+        if shares_choice:
+            of_array = ChosenPages(of_array, chosen)
+        x, normed, of_array, choice = _layer(
             x,
             normed,
             norms,
@@ -197,8 +201,11 @@ def decode(
                 spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
                 query_factors=grown, fused=of_layer,
             ),
-            new_pages[place.page_array], metadata[place.kv_group], options=spec.mixer(i), attend=attend,
+            of_array, metadata[place.kv_group], options=spec.mixer(i), attend=attend,
         )  # fmt: skip
+        if shares_choice:
+            of_array, chosen = of_array.pages, of_array.chosen
+        new_pages[place.page_array] = of_array
         if choice is not None:
             choices.append(choice)
     if layers.stop == spec.num_layers and layers.stop in capture:
@@ -333,8 +340,11 @@ def dense_causal_attend(
         chunks = jnp.arange(length) // options.chunk
         seen &= chunks[:, None] == chunks
     if projection.index is not None:
-        index_keys = k[:, :, 0, head_dim - projection.index.dim :]
-        seen = seen & chosen_in_sequences(projection.index, index_keys)[:, None, None]
+        chosen = chosen_in_sequences(projection.index, k[:, :, 0, head_dim - projection.index.dim :])
+        pages = dataclasses.replace(pages, chosen=chosen) if isinstance(pages, ChosenPages) else pages
+        seen = seen & chosen[:, None, None]
+    elif isinstance(pages, ChosenPages):
+        seen = seen & pages.chosen[:, None, None]
     scores = jnp.where(seen, scores, -1e30)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)

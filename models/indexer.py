@@ -7,10 +7,13 @@ weight for each head. The score of a token is
 
 A query attends to the `top_k` tokens up to its own that have the best scores: to all of them if there are at most
 `top_k`. Of equal scores, the earlier token is chosen. The reference leaves the choice among equal scores open.
+
+Layers may share a choice (`Indexer.layers`). `ChosenPages` hands it to the next layer.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +50,15 @@ class IndexQueries:
         products = jnp.maximum(products * self.dim**-0.5, 0)
         scores = jnp.sum(self.weights[..., None] * products, axis=-2)
         return jnp.where(scores == 0, 0.0, scores)  # `top_k` puts -0 after 0
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pages", "chosen"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class ChosenPages:
+    """Pages of a layer, and the tokens that the last indexer before it has chosen. `decode` and `attend` pass it on."""
+
+    pages: Any
+    chosen: Any  # of the kind that `attend` makes; None before the first layer
 
 
 def index_queries_and_keys(

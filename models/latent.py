@@ -21,8 +21,9 @@ def latent_queries_and_keys(
 ) -> tuple[Float[Array, "tokens heads width"], Float[Array, "tokens 1 width"], IndexQueries | None]:
     """Queries of every head, and one vector per token: [latent vector, rotated part, key of the indexer].
 
-    Queries are zero where the vector has the indexer's key. Needs a context with rope angles. The third result is None
-    without an indexer.
+    Queries are zero where the vector has the indexer's key, and so is the vector itself in a layer that takes its
+    tokens from the layer before. Needs a context with rope angles. The third result is None in a layer without an
+    indexer.
     """
     assert context.cos is not None
     assert context.sin is not None
@@ -43,11 +44,14 @@ def latent_queries_and_keys(
     q = jnp.concatenate([absorbed, rotated_q], -1)
     if context.query_factors is not None:
         q = (q.astype(jnp.float32) * context.query_factors[:, None, None]).astype(q.dtype)
+    vector = jnp.concatenate([key[:, None], rotated_k], -1)
     if latent.indexer is None:
-        return q, jnp.concatenate([key[:, None], rotated_k], -1), None
+        return q, vector, None
+    padding = ((0, 0), (0, 0), (0, latent.indexer.head_dim))
+    if "index_q" not in context.params:
+        return jnp.pad(q, padding), jnp.pad(vector, padding), None
     index, index_key = index_queries_and_keys(latent.indexer, x, source, context)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, index.dim)))
-    return q, jnp.concatenate([key[:, None], rotated_k, index_key], -1), index
+    return jnp.pad(q, padding), jnp.concatenate([vector, index_key], -1), index
 
 
 def latent_values(

@@ -156,6 +156,12 @@ class Indexer:
     head_dim: int
     top_k: int
     interleaved: bool = False    # rope pairs dimensions 2i and 2i + 1, not i and i + half
+    # per layer: True = it has an indexer, False = it takes the tokens of the layer before; () = all have one (GLM-5.2)
+    layers: tuple[bool, ...] = ()
+
+    def is_in(self, layer: int) -> bool:
+        """True if the layer has an indexer."""
+        return not self.layers or self.layers[layer]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -527,7 +533,7 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         tree["q_b"] = leaf(s.num_heads, m.nope_dim + m.rope_dim, m.q_rank or hidden)
         if m.q_rank is not None:
             tree["q_a"] = leaf(m.q_rank, hidden)
-        if m.indexer is not None:
+        if m.indexer is not None and m.indexer.is_in(layer):
             tree |= _indexer_shapes(m.indexer, m.q_rank or hidden, hidden, leaf)
     if s.qkv_bias and s.latent is None:
         tree["qkv_bias"] = leaf(kv, s.qkv_heads, s.head_dim)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
 from jpaged.models.experts import pairs_of_devices
+from jpaged.models.indexer import ChosenPages
 from jpaged.models.sharding import CONTEXT, WHOLE, Shards
 from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.runtime.placement import Placement
@@ -57,9 +58,11 @@ class PagedAttend:
     token_parts: int = 1  # devices that share the tokens; `slots` has the tokens of all devices
 
     def __call__(
-        self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions,
-        sinks: Float[Array, " heads"] | None,
-    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
+        self, projection: decoder.Projection, pages: KVPages | ChosenPages, metadata: KVGroupRows,
+        options: AttentionOptions, sinks: Float[Array, " heads"] | None,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages | ChosenPages]:  # fmt: skip
+        shared = pages if isinstance(pages, ChosenPages) else None
+        pages = pages.pages if isinstance(pages, ChosenPages) else pages
         write, product = matching_write(self.implementation), projection.product
         arrays = {
             "bias": projection.bias, "cos": projection.cos, "sin": projection.sin, "q_norm": projection.q_norm,
@@ -82,15 +85,18 @@ class PagedAttend:
             rows = rows_by_chunk(*rows, options.chunk, max_query_len=max_query_len, block_size=pages.block_size)
             max_query_len = min(max_query_len, options.chunk)
         read = pages
+        if projection.index is not None or shared is not None:
+            read, max_query_len = pages_of_tokens(pages), 1
         if projection.index is not None:
             on_cpu = self.implementation in ("cpu", "xla_loop")
             rows = rows_by_token(projection.index, pages, *rows, on_cpu=on_cpu)
-            read, max_query_len = pages_of_tokens(pages), 1
+        elif shared is not None:
+            rows = shared.chosen
         out = paged_attention(
             q, read, *rows, scale=options.scale, max_query_len=max_query_len, sliding_window=options.window,
             logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
         )  # fmt: skip
-        return out, pages
+        return out, pages if shared is None else ChosenPages(pages, rows)
 
 
 def forward(
