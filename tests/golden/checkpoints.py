@@ -405,6 +405,13 @@ VARIANTS = (
     _kin("deepseek-v32-bias", "DeepseekV32ForCausalLM", "deepseek_v32", **_LATENT, n_group=1, topk_group=1,
          n_shared_experts=2, norm_topk_prob=False, index_n_heads=17, index_head_dim=12, index_topk=23,
          attention_bias=True, mlp_layer_types=["sparse", "dense"], **_rope("default")),
+    # as deepseek-v3-fp8
+    _kin("deepseek-v32-fp8", "DeepseekV32ForCausalLM", "deepseek_v32",
+         **_LATENT | {"q_lora_rank": 160, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+                      "v_head_dim": 32, "moe_intermediate_size": 96},
+         hidden_size=320, intermediate_size=192, n_group=4, topk_group=2, n_shared_experts=1, norm_topk_prob=True,
+         routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=72, index_topk=16, quantization_config=FP8,
+         **_rope("default")),
     _kin("glm-moe-dsa", "GlmMoeDsaForCausalLM", "glm_moe_dsa", **_LATENT, n_group=1, topk_group=1,
          n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=16,
          index_topk=16, mlp_layer_types=["dense", "sparse"], **_rope("default")),
