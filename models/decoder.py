@@ -35,6 +35,7 @@ from jpaged.models.adapters import (
 )
 from jpaged.models.experts import dense_and_sparse_feed_forward, sparse_feed_forward
 from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
+from jpaged.models.indexer import ChosenPages, IndexQueries, chosen_in_sequences
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layer_embedding import embed_for_layers, gated_layer_input
 from jpaged.models.layers import feed_forward, normalise, normalise_split, scaled, softcap
@@ -64,7 +65,7 @@ Metadata: TypeAlias = Any   # pytree for `attend`, with the tokens of each reque
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["product", "bias", "q_norm", "k_norm", "cos", "sin"], meta_fields=["norm_eps"],
+    data_fields=["product", "bias", "q_norm", "k_norm", "cos", "sin", "index"], meta_fields=["norm_eps"],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Projection:
@@ -82,6 +83,7 @@ class Projection:
     cos: Array | None     # float32[tokens, half]; sin likewise
     sin: Array | None
     norm_eps: float
+    index: IndexQueries | None = None  # sparse attention: they choose the tokens to attend to
 
     @property
     def has_keys(self) -> bool:
@@ -196,6 +198,7 @@ def decode(
             for i, (layer, source) in enumerate(zip(layers, sources, strict=True))
         ]
     new_pages, choices, captured, normed = list(pages), [], [], None
+    shares_choice, chosen = spec.indexer is not None and spec.indexer.layers != (), None
     takes_fused = fused is not None and num_tokens is not None and adapter_slots is None
     for i, matrices, of_mixers in zip(layers, params["layers"], places, strict=True):
         if i in capture:
@@ -212,6 +215,9 @@ def decode(
         if of_layer is not None:
             next_norm = params["attn_norm"] if i + 1 < layers.stop else None
             norms = LayerNorms(params["mlp_norm"], next_norm, jnp.asarray(i - first_layer, jnp.int32))
+        kept = tuple(new_pages[place.page_array] for place in of_mixers)
+        if shares_choice:
+            kept = (ChosenPages(*kept, chosen),)
         x, normed, kept, choice = _layer(
             x,
             normed,
@@ -221,13 +227,16 @@ def decode(
                 query_factors=grown, fused=of_layer,
                 layer_input=None if layer_inputs is None else layer_inputs[:, i],
             ),
-            tuple(new_pages[place.page_array] for place in of_mixers),
+            kept,
             tuple(
                 metadata[place.kv_group] if place.part is None else metadata[place.kv_group][place.part]
                 for place in of_mixers
             ),
             mixers=spec.mixers(i), attend=attend,
         )  # fmt: skip
+        if shares_choice:
+            (found,) = kept
+            kept, chosen = (found.pages,), found.chosen
         for place, of_mixer in zip(of_mixers, kept, strict=True):
             new_pages[place.page_array] = of_mixer
         if choice is not None:
@@ -367,6 +376,12 @@ def dense_causal_attend(
     if options.chunk is not None:
         chunks = jnp.arange(length) // options.chunk
         seen &= chunks[:, None] == chunks
+    if projection.index is not None:
+        chosen = chosen_in_sequences(projection.index, k[:, :, 0, head_dim - projection.index.dim :])
+        pages = dataclasses.replace(pages, chosen=chosen) if isinstance(pages, ChosenPages) else pages
+        seen = seen & chosen[:, None, None]
+    elif isinstance(pages, ChosenPages):
+        seen = seen & pages.chosen[:, None, None]
     scores = jnp.where(seen, scores, -1e30)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
@@ -544,8 +559,8 @@ def _attention(
 def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
     spec, params, cos, sin = context.spec, context.params, context.cos, context.sin
     if spec.latent is not None:
-        q, k = latent_queries_and_keys(spec.latent, x, context)
-        return Projection((q, k, None), None, None, None, None, None, spec.norm_eps)
+        q, k, index = latent_queries_and_keys(spec.latent, x, context)
+        return Projection((q, k, None), None, None, None, None, None, spec.norm_eps, index)
     if spec.layer_kv:
         return _project_unlike(x, context)
     qkv, bias = _qkv(x, context)
@@ -554,10 +569,10 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
     if spec.qk_norm is None:
         return Projection(qkv, bias, None, None, cos, sin, spec.norm_eps)
     if spec.qk_norm is QKNorm.HEAD:
-        gains = [params["q_norm"], params["k_norm"]]
+        q_gain, k_gain = params["q_norm"], params["k_norm"]
         if spec.norm is Norm.RMS_OFFSET:
-            gains = [1 + gain.astype(jnp.float32) for gain in gains]
-        return Projection(qkv, bias, *gains, cos, sin, spec.norm_eps)
+            q_gain, k_gain = 1 + q_gain.astype(jnp.float32), 1 + k_gain.astype(jnp.float32)
+        return Projection(qkv, bias, q_gain, k_gain, cos, sin, spec.norm_eps)
     # No kernel fuses these two with the write into the pages
     if spec.qk_norm is QKNorm.ROTATED:
         q, k, v = Projection(qkv, bias, None, None, cos, sin, spec.norm_eps).finish()

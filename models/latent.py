@@ -8,6 +8,7 @@ the latent vector followed by the rotated part, and its value is the latent vect
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jpaged.models.indexer import IndexQueries, index_queries_and_keys
 from jpaged.models.linear import LayerContext, linear, linear_per_head, linear_with_bias
 from jpaged.models.spec import Latent
 from pallas_kernels import apply_rope, rms_norm
@@ -17,8 +18,13 @@ _EPS = 1e-6  # epsilon of the latent vectors' norms; the config's value is for a
 
 def latent_queries_and_keys(
     latent: Latent, x: Float[Array, "tokens hidden"], context: LayerContext
-) -> tuple[Float[Array, "tokens heads latent"], Float[Array, "tokens 1 latent"]]:
-    """Queries of every head, and one key per token: [latent vector, rotated part]. Needs a context with rope angles."""
+) -> tuple[Float[Array, "tokens heads width"], Float[Array, "tokens 1 width"], IndexQueries | None]:
+    """Queries of every head, and one vector per token: [latent vector, rotated part, key of the indexer].
+
+    Queries are zero where the vector has the indexer's key, and so is the vector itself in a layer that takes its
+    tokens from the layer before. Needs a context with rope angles. The third result is None in a layer without an
+    indexer.
+    """
     assert context.cos is not None
     assert context.sin is not None
     tokens = x.shape[0]
@@ -38,7 +44,14 @@ def latent_queries_and_keys(
     q = jnp.concatenate([absorbed, rotated_q], -1)
     if context.query_factors is not None:
         q = (q.astype(jnp.float32) * context.query_factors[:, None, None]).astype(q.dtype)
-    return q, jnp.concatenate([key[:, None], rotated_k], -1)
+    vector = jnp.concatenate([key[:, None], rotated_k], -1)
+    if latent.indexer is None:
+        return q, vector, None
+    padding = ((0, 0), (0, 0), (0, latent.indexer.head_dim))
+    if "index_q" not in context.params:
+        return jnp.pad(q, padding), jnp.pad(vector, padding), None
+    index, index_key = index_queries_and_keys(latent.indexer, x, source, context)
+    return jnp.pad(q, padding), jnp.concatenate([vector, index_key], -1), index
 
 
 def latent_values(

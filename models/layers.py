@@ -39,8 +39,16 @@ def normalise(name: str, x: Float[Array, "*lead width"], context: LayerContext) 
     if spec.norm is Norm.RMS_OFFSET:
         y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + spec.norm_eps)
         return (y * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+    return layer_norm(x, weight, bias, spec.norm_eps)
+
+
+def layer_norm(
+    x: Float[Array, "*lead width"], weight: Float[Array, " width"], bias: Float[Array, " width"] | None, eps: float
+) -> Float[Array, "*lead width"]:
+    """(x - mean) / std * weight + bias, over the last axis, in float32."""
+    y = x.astype(jnp.float32)
     y -= y.mean(-1, keepdims=True)
-    y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + spec.norm_eps)
+    y *= lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
     y = y * weight.astype(jnp.float32)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 

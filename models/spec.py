@@ -163,8 +163,30 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Indexer:
+    """Sparse attention: a query attends to the `top_k` tokens with the best scores (DeepSeek-V3.2, GLM-5).
+
+    A token's score is computed from a small key. See `models.indexer`.
+    """
+
+    heads: int                   # of the indexer's queries; a token has one key
+    head_dim: int
+    top_k: int
+    interleaved: bool = False    # rope pairs dimensions 2i and 2i + 1, not i and i + half
+    # per layer: True = it has an indexer, False = it takes the tokens of the layer before; () = all have one (GLM-5.2)
+    layers: tuple[bool, ...] = ()
+
+    def is_in(self, layer: int) -> bool:
+        """True if the layer has an indexer."""
+        return not self.layers or self.layers[layer]
+
+
+@dataclasses.dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv:2405.04434). The spec has one KV head, [kv_rank + rope_dim] wide."""
+    """Multi-head latent attention (arXiv:2405.04434). The spec has one KV head.
+
+    The KV cache has one vector per token: the latent vector, the rotated part of the key, and the indexer's key.
+    """
 
     q_rank: int | None           # width of the compressed queries; None: queries come from the hidden state directly
     kv_rank: int                 # width of the latent vector that is cached per token for keys and values
@@ -172,6 +194,17 @@ class Latent:
     rope_dim: int                # per head: dimensions of queries and keys with rotary embedding
     v_dim: int                   # per head: dimensions of the values
     interleaved: bool = True     # rope pairs dimensions 2i and 2i + 1, not i and i + half
+    indexer: Indexer | None = None  # chooses the tokens that a query attends to; None: all
+
+    @property
+    def key_dim(self) -> int:
+        """Width of the keys of attention: the latent vector and the rotated part."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def width(self) -> int:
+        """Width of the vector that is cached per token."""
+        return self.key_dim + (0 if self.indexer is None else self.indexer.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,6 +422,11 @@ class DecoderSpec:
         """Latent pages: values are the first `page_v_dim` elements of the keys. None: values are stored separately."""
         return None if self.latent is None else self.latent.kv_rank
 
+    @property
+    def indexer(self) -> Indexer | None:
+        """Chooses the tokens that a query attends to; None: all."""
+        return None if self.latent is None else self.latent.indexer
+
     def is_sparse(self, layer: int) -> bool:
         """True if the layer has experts."""
         return self.experts is not None and self.experts.layers[layer]
@@ -539,7 +577,7 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
     if s.latent is not None:
         tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
         if s.qkv_bias:
-            tree["kv_a_bias"] = leaf(layers, s.head_dim)
+            tree["kv_a_bias"] = leaf(layers, s.latent.key_dim)
     if s.latent is not None and s.latent.q_rank is not None:
         tree["q_a_norm"] = leaf(layers, s.latent.q_rank)
         if s.qkv_bias:
@@ -575,13 +613,15 @@ def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct])
     else:
         m = s.latent
         tree = {
-            "kv_a": leaf(m.kv_rank + m.rope_dim, hidden),
+            "kv_a": leaf(m.key_dim, hidden),
             "kv_b": leaf(s.num_heads, m.nope_dim + m.v_dim, m.kv_rank),  # per head: keys, then values
             "o": leaf(hidden, s.num_heads * m.v_dim),
         }
         tree["q_b"] = leaf(s.num_heads, m.nope_dim + m.rope_dim, m.q_rank or hidden)
         if m.q_rank is not None:
             tree["q_a"] = leaf(m.q_rank, hidden)
+        if m.indexer is not None and m.indexer.is_in(layer):
+            tree |= _indexer_shapes(m.indexer, m.q_rank or hidden, hidden, leaf)
     if s.qkv_bias and s.latent is None:
         tree["qkv_bias"] = leaf(kv, s.qkv_heads, s.head_dim)
     if s.qk_norm is not None:
@@ -594,6 +634,17 @@ def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct])
     if s.output_gates:
         tree["output_gate"] = leaf(s.num_heads * s.output_gates, hidden)
     return tree
+
+
+def _indexer_shapes(i: Indexer, queries: int, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a layer's indexer. queries: width of the input of its queries."""
+    return {
+        "index_q": leaf(i.heads, i.head_dim, queries),
+        "index_k": leaf(i.head_dim, hidden),
+        "index_weights": leaf(i.heads, hidden),
+        "index_norm": leaf(i.head_dim),
+        "index_norm_bias": leaf(i.head_dim),
+    }
 
 
 def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:

@@ -5,6 +5,7 @@
 For every variant and prompt it records greedy tokens (mostly 40), in float32 on one CPU thread, one prompt at a time.
 Each token has its log-probability and the five most likely tokens. A seed is accepted only if a wrong implementation
 would give other answers: each answer has at least 8 different tokens, and rounding never decides between the best two.
+With sparse attention, rounding never decides either which tokens a query attends to.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,6 +27,7 @@ from tests.golden.checkpoints import FULL_SIZE, VARIANTS, Variant, prompts, writ
 
 MIN_DISTINCT = 8   # different tokens in an answer
 MIN_GAP = 1e-3     # smallest gap between the two best log-probabilities; rounding is about 1e-5
+MIN_MARGIN = 2e-5  # smallest difference between the last score that an indexer chooses and the next; rounding is 1e-6
 MAX_SEEDS = 200
 
 
@@ -98,7 +101,7 @@ def ask(folder: str, prompt: list[int], num_tokens: int) -> tuple[dict[str, Any]
         raise SystemExit(f"Transformers does not load the checkpoint completely: {wrong}")
     ids = torch.tensor([prompt])
     config = transformers.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
-    with torch.no_grad():
+    with torch.no_grad(), IndexMargin(model.config) as index:
         out = model.eval().generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=config, return_dict_in_generate=True,
             output_logits=True, eos_token_id=None,
@@ -115,7 +118,23 @@ def ask(folder: str, prompt: list[int], num_tokens: int) -> tuple[dict[str, Any]
         "top_tokens": top.indices.tolist(),
         "top_logprobs": [rounded(row) for row in top.values],
     }
-    return answer, float((top.values[:, 0] - top.values[:, 1]).min())
+    gap = float((top.values[:, 0] - top.values[:, 1]).min())
+    return answer, gap if index.margin >= MIN_MARGIN else 0.0
+
+
+class IndexMargin(TorchFunctionMode):
+    """Watches the `topk` of indexers. margin: the smallest difference between the last chosen score and the next."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.top_k, self.margin = getattr(config, "index_topk", None), float("inf")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk and args[0].dim() == 3 and args[1] == self.top_k < args[0].shape[-1]:
+            scores = args[0].sort(-1, descending=True).values[..., self.top_k - 1 : self.top_k + 1]
+            margins = (scores[..., 0] - scores[..., 1])[scores[..., 1] > -1e30]  # else fewer keys than `top_k` are seen
+            self.margin = min([self.margin, *margins.tolist()])
+        return func(*args, **(kwargs or {}))
 
 
 def causal_class(folder: str) -> Any:

@@ -31,7 +31,8 @@ SPLITS = sorted({edge + off for edge in range(BLOCK_SIZE, STEM + 1, BLOCK_SIZE) 
 
 # layers of one kind by default, all kinds of models in .ci/run
 @pytest.fixture(
-    scope="module", params=["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("windows", "unlike"))]
+    scope="module",
+    params=["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("windows", "unlike", "sparse"))],
 )
 def runner(request):
     runner = make_runner(SPECS[request.param])

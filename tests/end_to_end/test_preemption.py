@@ -18,8 +18,10 @@ COMPUTE = TransferCosts(seconds_per_move=1.0, seconds_per_token=1e-9)
 KEEP = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0, seconds_to_begin=1e9)
 
 
-# layers of two kinds by default, both kinds of models in the gate
-@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.slow), "windows"])
+# layers of two kinds by default; layers of one kind, and sparse attention, in the gate
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "sparse")), "windows"]
+)
 def runner(request):
     runner = make_runner(SPECS[request.param])
     yield runner

@@ -37,9 +37,9 @@ def test_64_requests_on_8_rows_answer_as_each_does_alone(checkpoint, llm, dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "deepseek-v3", "olmo2", "falcon-rw"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "deepseek-v3", "deepseek-v32", "olmo2", "falcon-rw"])
 def test_other_families_answer_as_each_request_does_alone(name, tmp_path):
-    """Routers, grouped products, latent attention, norms over whole projections, ALiBi."""
+    """Routers, grouped products, latent and sparse attention, norms over whole projections, ALiBi."""
     write_checkpoint(next(v for v in VARIANTS if v.name == name), 0, tmp_path)
     prompts, params = workload(24, seed=3)
     with LLM(str(tmp_path), **OPTIONS) as llm:

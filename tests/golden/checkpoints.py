@@ -439,6 +439,26 @@ VARIANTS = (
     _kin("glm4-moe-lite", "Glm4MoeLiteForCausalLM", "glm4_moe_lite", **_LATENT, n_group=1, topk_group=1,
          n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=1.8,
          mlp_layer_types=["dense", "sparse"]),
+    # 16 of up to 171 tokens. With few heads of the indexer many tokens have the score 0, and a tie would decide
+    _kin("deepseek-v32", "DeepseekV32ForCausalLM", "deepseek_v32", **_LATENT, n_group=4, topk_group=2,
+         n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=16,
+         index_topk=16, **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)),
+    _kin("deepseek-v32-bias", "DeepseekV32ForCausalLM", "deepseek_v32", **_LATENT, n_group=1, topk_group=1,
+         n_shared_experts=2, norm_topk_prob=False, index_n_heads=17, index_head_dim=12, index_topk=23,
+         attention_bias=True, mlp_layer_types=["sparse", "dense"], **_rope("default")),
+    # as deepseek-v3-fp8
+    _kin("deepseek-v32-fp8", "DeepseekV32ForCausalLM", "deepseek_v32",
+         **_LATENT | {"q_lora_rank": 160, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+                      "v_head_dim": 32, "moe_intermediate_size": 96},
+         hidden_size=320, intermediate_size=192, n_group=4, topk_group=2, n_shared_experts=1, norm_topk_prob=True,
+         routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=72, index_topk=16, quantization_config=FP8,
+         **_rope("default")),
+    _kin("glm-moe-dsa", "GlmMoeDsaForCausalLM", "glm_moe_dsa", **_LATENT, n_group=1, topk_group=1,
+         n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=16,
+         index_topk=16, mlp_layer_types=["dense", "sparse"], **_rope("default")),
+    _kin("glm-moe-dsa-shared", "GlmMoeDsaForCausalLM", "glm_moe_dsa", **_LATENT, num_hidden_layers=4, n_group=2,
+         topk_group=1, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, index_n_heads=16,
+         index_head_dim=16, index_topk=16, indexer_types=["full", "shared", "full", "shared"], **_rope("default")),
     _kin("seed-oss", "SeedOssForCausalLM", "seed_oss", head_dim=24, attention_bias=True, attention_out_bias=False,
          rope_theta=1e7, attention_dropout=0.1, residual_dropout=0.1),
     _kin("ernie", "Ernie4_5ForCausalLM", "ernie4_5", head_dim=24, rope_theta=500000.0, tie_word_embeddings=True),
@@ -581,7 +601,7 @@ NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
-    "falcon_h1", "gemma4_text", "gemma4_unified_text",
+    "falcon_h1", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ DEVIATION = 80  # of numbers with these codes
 
 
 def packed(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Names of the fp8 matrices: all of the layers, except routers."""
+    """Names of the fp8 matrices: all of the layers, except routers and the weights of indexers."""
     if config.get("quantization_config", {}).get("quant_method") != "fp8":
         return []
-    dense = ("embed_tokens", "lm_head", "mlp.gate.", "shared_head", "eh_proj")
+    dense = ("embed_tokens", "lm_head", "mlp.gate.", "shared_head", "eh_proj", "weights_proj")
     return [n for n, shape in shapes.items() if len(shape) == 2 and not any(part in n for part in dense)]
 
 

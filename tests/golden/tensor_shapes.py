@@ -24,7 +24,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    if config["model_type"].startswith(("deepseek", "mistral4", "glm4_moe_lite")):
+    if config["model_type"].startswith(("deepseek", "mistral4", "glm4_moe_lite", "glm_moe_dsa")):
         return _deepseek_shapes(config)
     if config["model_type"].startswith("gemma4"):
         return _gemma4_shapes(config)
@@ -353,6 +353,8 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
         return None
     if kind in _LIKE_DEEPSEEK:
         num, dense = c["n_routed_experts"], layer < c["first_k_dense_replace"]
+        if "mlp_layer_types" in c:
+            dense = c["mlp_layer_types"][layer] == "dense"
     else:
         num = c["num_experts"]
         dense = layer in c.get("mlp_only_layers", []) or (layer + 1) % c.get("decoder_sparse_step", 1) != 0
@@ -368,14 +370,16 @@ def _expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[in
     if kind in ("qwen2_moe", "qwen3_next"):
         shapes |= _gated_feed_forward(f"{at}mlp.shared_expert", hidden, c["shared_expert_intermediate_size"])
         shapes[f"{at}mlp.shared_expert_gate.weight"] = (1, hidden)
-    if kind in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):
+    if kind in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"):
         shapes[f"{at}mlp.gate.e_score_correction_bias"] = (num,)
     if kind in _LIKE_DEEPSEEK:
         shapes |= _gated_feed_forward(f"{at}mlp.shared_experts", hidden, inter * c["n_shared_experts"])
     return shapes
 
 
-_LIKE_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
+_LIKE_DEEPSEEK = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "mistral4",
+)  # fmt: skip
 
 
 def _ernie_expert_shapes(c: dict[str, Any], layer: int, at: str) -> dict[str, tuple[int, ...]] | None:
@@ -440,6 +444,8 @@ def _deepseek_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{attention}kv_a_layernorm.weight"] = (rank,)
         shapes[f"{attention}kv_b_proj.weight"] = (heads * (nope + value), rank)
         shapes |= _linear(f"{attention}o_proj", hidden, heads * value, bias=bias)
+        if "index_n_heads" in c and c.get("indexer_types", ["full"] * (i + 1))[i] == "full":
+            shapes |= _indexer_shapes(c, f"{attention}indexer.")
         sparse = _expert_shapes(c, i, at)
         shapes |= _gated_feed_forward(f"{at}mlp", hidden, c["intermediate_size"]) if sparse is None else sparse
         shapes |= {f"{at}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
@@ -447,6 +453,14 @@ def _deepseek_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= _next_token_shapes(c, attention.replace(f".{i}.", f".{NEXT_TOKEN_LAYER}."))
     shapes["model.norm.weight"] = (hidden,)
     return shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
+
+
+def _indexer_shapes(c: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+    heads, dim, hidden = c["index_n_heads"], c["index_head_dim"], c["hidden_size"]
+    return {
+        f"{at}wq_b.weight": (heads * dim, c["q_lora_rank"]), f"{at}wk.weight": (dim, hidden),
+        f"{at}k_norm.weight": (dim,), f"{at}k_norm.bias": (dim,), f"{at}weights_proj.weight": (heads, hidden),
+    }  # fmt: skip
 
 
 NEXT_TOKEN_LAYER = 61  # DeepSeek-V3's, which predicts a second token

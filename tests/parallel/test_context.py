@@ -125,6 +125,7 @@ def test_preemption_and_swap_give_the_same_bits(checkpoint, one):
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [  # other families: benchmarks/parallel_matrix.py
                 ("deepseek-v3", {}),  # latent attention, experts
+                ("deepseek-v32", {}),  # sparse attention
                 ("gemma2", {"pipeline_parallel_size": 2}),  # windows and softcap
                 ("bloom", {"quantization": "int8"}),  # slopes
                 ("llama", {"kv_cache_dtype": "fp8", "data_parallel_size": 2}),

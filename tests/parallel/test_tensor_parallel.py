@@ -125,7 +125,7 @@ def test_deterministic_bits_do_not_depend_on_the_number_of_devices(checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "experts"),
-    [("deepseek-v3", True), ("olmo2", False)],  # all others: benchmarks/parallel_matrix.py
+    [("deepseek-v3", True), ("deepseek-v32", False), ("olmo2", False)],  # all others: benchmarks/parallel_matrix.py
 )
 def test_families_with_parts_of_their_own(name, experts, tmp_path):
     """Experts, shared experts, latent attention, a norm over all heads: on 2 devices; and equal bits on 8."""

@@ -17,7 +17,7 @@ from jpaged.engine.engine import Engine, EngineOptions, SchedulingOptions
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.kv_groups import group_layers
 from jpaged.models.quantization import Quantizer
-from jpaged.models.spec import DecoderSpec, LayerEmbedding, LayerKV, QKNorm, Rope, param_shapes
+from jpaged.models.spec import DecoderSpec, Indexer, Latent, LayerEmbedding, LayerKV, QKNorm, Rope, param_shapes
 from jpaged.runtime.compile import blueprint
 from jpaged.runtime.runner import ModelRunner
 from jpaged.speculation_config import SpeculationConfig
@@ -42,7 +42,14 @@ UNLIKE = dataclasses.replace(
     ),
     layer_embed=LayerEmbedding(16, VOCAB_SIZE), attention_scale=0.25,
 )  # fmt: skip
-SPECS = {"full": FULL, "windows": dataclasses.replace(FULL, sliding_window=(20, None)), "unlike": UNLIKE}
+_INDEXER = Indexer(heads=4, head_dim=64, top_k=12)  # fewer tokens than most prompts have
+_LATENT = Latent(q_rank=64, kv_rank=64, nope_dim=16, rope_dim=16, v_dim=16, indexer=_INDEXER)
+SPECS = {
+    "full": FULL,
+    "windows": dataclasses.replace(FULL, sliding_window=(20, None)),
+    "unlike": UNLIKE,
+    "sparse": dataclasses.replace(FULL, num_kv_heads=1, head_dim=_LATENT.width, latent=_LATENT, attention_scale=0.18),
+}
 
 
 @contextlib.contextmanager
@@ -90,7 +97,8 @@ def make_runner(spec, scheme=None, drafter=None, **options):
     if scheme is not None:
         quantizer = Quantizer(scheme)
         params = rounded(params)
-    block_bytes = 2 * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * 4 * len(params_layers(spec))
+    parts = 2 if spec.latent is None else 1
+    block_bytes = parts * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * 4 * len(params_layers(spec))
     config = {
         "max_num_seqs": MAX_ROWS, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
         "block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": MAX_BLOCKS * block_bytes,

@@ -108,7 +108,11 @@ def plan_new_layer(
 def _head_spec(whole: DecoderSpec, *, own_embed: bool, own_head: bool, norm_output: bool = False) -> HeadSpec:
     """The head with a layer of the model's kind: with experts if the model has some, and with full attention."""
     experts = whole.experts and dataclasses.replace(whole.experts, layers=(True,))
-    layer = dataclasses.replace(whole, num_layers=1, experts=experts, sliding_window=(), rope_layers=())
+    indexer = whole.indexer and dataclasses.replace(whole.indexer, layers=())
+    latent = whole.latent and dataclasses.replace(whole.latent, indexer=indexer)
+    layer = dataclasses.replace(
+        whole, num_layers=1, experts=experts, latent=latent, sliding_window=(), rope_layers=()
+    )
     return HeadSpec(
         HeadKind.MTP, layer, whole.hidden_size, norm_output=norm_output, own_embed=own_embed, own_head=own_head
     )

@@ -7,8 +7,10 @@ were fitted to compiled programs; docs/decisions.md has the ratios.
 from typing import TYPE_CHECKING
 
 from jpaged.models.experts import rows_per_block
+from jpaged.models.spec import Indexer
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape
+from jpaged.runtime.step.sparse_attention import KEYS_ON_CPU, KEYS_PER_STEP, TOKENS_AT_ONCE, TOKENS_ON_CPU
 
 if TYPE_CHECKING:
     from jpaged.runtime.compile.blueprint import Blueprint
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 LOGITS = {"gpu": 4.5, "tpu": 10.0, "cpu": 4.5}
 HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, its norm, and float32 copies
 TILE_ROWS, KEYS = 16, 128  # tile sizes of the XLA attention
+SORTED = 8  # arrays of [tokens, keys]: scores, masked scores, and their sort with positions
 
 
 def estimate_temporaries(blueprint: "Blueprint") -> "tuple[Shape, int]":
@@ -61,9 +64,11 @@ def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
     spec, item = blueprint.local_spec, blueprint.dtype.itemsize
     v_dim = spec.page_v_dim or spec.head_dim
     total = 2 * shape.tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * item
+    if spec.indexer is not None:
+        total += _choice(blueprint, shape, spec.indexer)
     if not blueprint.implementation.startswith("xla"):
         return total
-    tile = 1 if shape.is_decode else max(1, TILE_ROWS // spec.q_per_kv)
+    tile = 1 if shape.is_decode or spec.indexer is not None else max(1, TILE_ROWS // spec.q_per_kv)
     padded = max(TILE_ROWS, -(-spec.q_per_kv // 8) * 8)
     tiles = -(-shape.tokens // tile) + min(shape.rows, shape.tokens)
     at_once = min(tiles, TILE_ROWS) if blueprint.implementation == "xla_loop" else tiles
@@ -71,3 +76,14 @@ def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
     gathered = 3 * KEYS * (spec.head_dim + v_dim) * item // 2
     softmax = padded * (3 * v_dim + 2 * KEYS) * 4
     return total + tiles * a_tile + at_once * spec.num_kv_heads * (gathered + softmax)
+
+
+def _choice(blueprint: "Blueprint", shape: ForwardShape, indexer: Indexer) -> int:
+    """Scores of all keys of a block table, their sort, and the chosen slots of each token: `rows_by_token`."""
+    on_cpu = blueprint.implementation in ("cpu", "xla_loop")
+    at_once = TOKENS_ON_CPU if on_cpu else min(TOKENS_AT_ONCE, shape.tokens)
+    keys = blueprint.limits.width * blueprint.limits.block_size
+    step = min(keys, KEYS_ON_CPU if on_cpu else KEYS_PER_STEP)
+    scored = step * (3 * 4 * indexer.heads + 2 * indexer.head_dim * blueprint.dtype.itemsize)
+    chosen = min(indexer.top_k, keys)
+    return at_once * (SORTED * 4 * keys + scored + 4 * 4 * chosen) + 2 * 4 * shape.tokens * chosen

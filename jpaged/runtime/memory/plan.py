@@ -217,6 +217,7 @@ _PARTS = {
     "attention": (
         "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
     ),
+    "indexers": ("index_q", "index_k", "index_weights"),
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
     "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "layer_scalar"),
@@ -283,6 +284,11 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     """
     refuse_with_state(spec, config)
     refuse_with_unlike_layers(spec, config, platform)
+    if spec.indexer is not None and spec.indexer.layers and config.pipeline_parallel_size > 1:
+        raise ModelLoadError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: layers of this model attend to the tokens that the "
+            "layer before has chosen, which is not passed to another stage yet: leave it out"
+        )
     on_cpu = platform == "cpu"
     if spec.encoder is not None:
         return _encoder_limits(spec, config, platform)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
 from jpaged.models.experts import pairs_of_devices
+from jpaged.models.indexer import ChosenPages
 from jpaged.models.sharding import CONTEXT, WHOLE, Shards
 from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.runtime.placement import Placement
@@ -35,6 +36,7 @@ from jpaged.runtime.step import context
 from jpaged.runtime.step.attention_chunks import rows_by_chunk
 from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch, rows_by_part
 from jpaged.runtime.step.encode import forward_texts
+from jpaged.runtime.step.sparse_attention import pages_of_tokens, rows_by_token
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
@@ -56,9 +58,11 @@ class PagedAttend:
     token_parts: int = 1  # devices that share the tokens; `slots` has the tokens of all devices
 
     def __call__(
-        self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions,
-        sinks: Float[Array, " heads"] | None,
-    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:  # fmt: skip
+        self, projection: decoder.Projection, pages: KVPages | ChosenPages, metadata: KVGroupRows,
+        options: AttentionOptions, sinks: Float[Array, " heads"] | None,
+    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages | ChosenPages]:  # fmt: skip
+        shared = pages if isinstance(pages, ChosenPages) else None
+        pages = pages.pages if isinstance(pages, ChosenPages) else pages
         if options.kv_heads is not None:
             return self._of_unlike_layer(projection, pages, metadata, options)
         write, product = matching_write(self.implementation), projection.product
@@ -82,11 +86,19 @@ class PagedAttend:
         if options.chunk is not None:
             rows = rows_by_chunk(*rows, options.chunk, max_query_len=max_query_len, block_size=pages.block_size)
             max_query_len = min(max_query_len, options.chunk)
+        read = pages
+        if projection.index is not None or shared is not None:
+            read, max_query_len = pages_of_tokens(pages), 1
+        if projection.index is not None:
+            on_cpu = self.implementation in ("cpu", "xla_loop")
+            rows = rows_by_token(projection.index, pages, *rows, on_cpu=on_cpu)
+        elif shared is not None:
+            rows = shared.chosen
         out = paged_attention(
-            q, pages, *rows, scale=options.scale, max_query_len=max_query_len, sliding_window=options.window,
+            q, read, *rows, scale=options.scale, max_query_len=max_query_len, sliding_window=options.window,
             logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
         )  # fmt: skip
-        return out, pages
+        return out, pages if shared is None else ChosenPages(pages, rows)
 
     def _of_unlike_layer(
         self, projection: decoder.Projection, pages: KVPages, metadata: KVGroupRows, options: AttentionOptions

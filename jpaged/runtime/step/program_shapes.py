@@ -43,6 +43,8 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
         widths.append(spec.num_layers * spec.layer_embed.size)
     if spec.latent is not None:
         widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
+    if spec.indexer is not None:
+        widths.append(spec.indexer.head_dim)
     narrowest = min(widths)
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 

@@ -1,0 +1,124 @@
+"""DeepSeek sparse attention: a query attends to the tokens that a small indexer chooses (DeepSeek-V3.2, GLM-5).
+
+Each token has one small key, at the end of its vector in the KV cache (`spec.Latent`). Each query has a few heads, and a
+weight for each head. The score of a token is
+
+    sum over heads of weight * relu(q.k * head_dim ** -0.5)
+
+A query attends to the `top_k` tokens up to its own that have the best scores: to all of them if there are at most
+`top_k`. Of equal scores, the earlier token is chosen. The reference leaves the choice among equal scores open.
+
+Layers may share a choice (`Indexer.layers`). `ChosenPages` hands it to the next layer.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jpaged.models.layers import layer_norm
+from jpaged.models.linear import LayerContext, linear
+from jpaged.models.spec import Indexer
+from pallas_kernels import apply_rope
+
+_EPS = 1e-6  # epsilon of the key's norm
+_MIN_OUTPUTS = 8  # of the weights' matmul. With fewer, XLA for CPU gives other bits
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["q", "weights"], meta_fields=["top_k"])
+@dataclasses.dataclass(frozen=True)
+class IndexQueries:
+    """Queries of a layer's indexer."""
+
+    q: Float[Array, "tokens index_heads index_dim"]
+    weights: Float[Array, "tokens index_heads"]  # float32
+    top_k: int
+
+    @property
+    def dim(self) -> int:
+        """Width of the indexer's keys."""
+        return self.q.shape[-1]
+
+    def scores(self, keys: Float[Array, "... keys index_dim"]) -> Float[Array, "... keys"]:
+        """float32 scores of keys. Leading axes of queries and keys broadcast; after them, queries have their heads."""
+        exact = lax.Precision.HIGHEST if self.q.dtype == jnp.float32 else None
+        products = jnp.einsum("...hd,...kd->...hk", self.q, keys, precision=exact, preferred_element_type=jnp.float32)
+        products = jnp.maximum(products * self.dim**-0.5, 0)
+        scores = jnp.sum(self.weights[..., None] * products, axis=-2)
+        return jnp.where(scores == 0, 0.0, scores)  # `top_k` puts -0 after 0
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pages", "chosen"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class ChosenPages:
+    """Pages of a layer, and the tokens that the last indexer before it has chosen. `decode` and `attend` pass it on."""
+
+    pages: Any
+    chosen: Any  # of the kind that `attend` makes; None before the first layer
+
+
+def index_queries_and_keys(
+    indexer: Indexer,
+    x: Float[Array, "tokens hidden"],
+    source: Float[Array, "tokens q_rank"],
+    context: LayerContext,
+) -> tuple[IndexQueries, Float[Array, "tokens 1 index_dim"]]:
+    """The indexer's queries and keys. source: input of the queries, the same as of attention's queries.
+
+    The first dimensions are rotated, as many as in attention. Needs a context with rope angles.
+    """
+    assert context.cos is not None
+    assert context.sin is not None
+    tokens, params = x.shape[0], context.params
+    q = linear("index_q", source, context).reshape(tokens, indexer.heads, indexer.head_dim)
+    k = layer_norm(linear("index_k", x, context), params["index_norm"], params["index_norm_bias"], _EPS)
+    q, k = (
+        apply_rope(_paired(indexer, part, 2 * context.cos.shape[-1]), context.cos, context.sin)
+        for part in (q, k[:, None])
+    )
+    weights = linear("index_weights", x, context, min_outputs=_MIN_OUTPUTS).astype(jnp.float32)
+    return IndexQueries(q, weights * indexer.heads**-0.5, indexer.top_k), k
+
+
+def _paired(
+    indexer: Indexer, x: Float[Array, "tokens heads head_dim"], rotated: int
+) -> Float[Array, "tokens heads head_dim"]:
+    """Reorder interleaved pairs for rotate-half, in queries and keys alike."""
+    if not indexer.interleaved:
+        return x
+    return jnp.concatenate([x[..., 0:rotated:2], x[..., 1:rotated:2], x[..., rotated:]], -1)
+
+
+def best_positions(
+    scores: Float[Array, "queries keys"], positions: Int[Array, " queries"], top_k: int
+) -> Int[Array, "queries chosen"]:
+    """Positions that each query attends to, in ascending order: min(top_k, keys) numbers, the chosen ones first.
+
+    positions: of the queries; a query sees keys up to its own. After its min(top_k, position + 1) chosen positions, the
+    result has numbers that are not positions of keys.
+    """
+    keys = scores.shape[1]
+    seen = jnp.arange(keys) <= positions[:, None]
+    # Unseen keys come after seen ones, so they are chosen last even if a seen one has the score -inf
+    _, chosen = lax.top_k(jnp.where(seen, scores, -jnp.inf), min(top_k, keys))
+    return jnp.sort(jnp.where(chosen <= positions[:, None], chosen, keys), axis=1)
+
+
+def chosen_in_sequences(
+    index: IndexQueries, keys: Float[Array, "batch length index_dim"]
+) -> Bool[Array, "batch queries keys"]:
+    """True for the keys that each query attends to. For sequences of equal length without pages."""
+    batch, length = keys.shape[:2]
+
+    def of_sequence(q: Array, weights: Array, k: Array) -> Array:
+        scores = IndexQueries(q, weights, index.top_k).scores(k[None])
+        positions = jnp.arange(length)
+        chosen = best_positions(scores, positions, index.top_k)
+        return jnp.zeros((length, length), bool).at[positions[:, None], chosen].set(True, mode="drop")
+
+    q = index.q.reshape(batch, length, *index.q.shape[1:])
+    return jax.vmap(of_sequence)(*map(lax.stop_gradient, (q, index.weights.reshape(batch, length, -1), keys)))
