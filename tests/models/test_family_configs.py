@@ -276,6 +276,15 @@ def test_harmless_options_are_accepted() -> None:
         assert spec_of(config("llama", **changes)) == spec
 
 
+def test_frequencies_are_those_of_transformers() -> None:
+    """Recorded with Transformers 5.24: the last bit of a frequency is multiplied by the position."""
+    llama3 = Rope(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64)
+    recorded = [
+        1.0, 0.45986328, 0.09761663, 0.012156156, 0.00559017, 0.002570714, 0.001182177, 0.0005436398,
+    ]  # fmt: skip
+    assert rope.inv_freq(llama3, 16, 256)[0].tolist() == np.array(recorded, np.float32).tolist()
+
+
 def test_unknown_and_dynamic_rope_have_no_fixed_frequencies() -> None:
     for scaling in ("dynamic", "other"):
         with pytest.raises(ValueError, match="no fixed frequencies"):
