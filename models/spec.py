@@ -51,6 +51,7 @@ class Activation(enum.Enum):
     GELU_TANH = "gelu_tanh"  # the tanh approximation ("gelu_new", "gelu_pytorch_tanh")
     RELU = "relu"
     TANH = "tanh"            # only of the layer before an encoder's score matrix
+    XIELU = "xielu"          # with four numbers per layer, the leaf "xielu": see `layers.xielu` (Apertus)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -466,6 +467,8 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
         tree["up_bias"] = leaf(layers, 2, inter) if s.gated else leaf(layers, inter)
     if s.down_bias:
         tree["down_bias"] = leaf(layers, hidden)
+    if s.activation is Activation.XIELU:
+        tree["xielu"] = leaf(layers, 4)
     if s.latent is not None:
         tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
         if s.qkv_bias:

@@ -116,6 +116,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         is_last = name in _LAST_NORMS
         centre = 1.0 if is_last else 2.0
         return np.float32(centre) + np.float32(0.5) * uniform
+    if not shape:  # of xIELU: eps has an effect if it is below 0
+        return np.float32(-0.25 if name.endswith("eps") else 0.5) + np.float32(0.2) * uniform
     if len(shape) == 1:
         return np.float32(0.5) * uniform
     if any(part in name for part in ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings")):
@@ -466,6 +468,12 @@ VARIANTS = (
          **_rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)),
     _kin("qwen3.5-moe", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **_DELTA, **_DELTA_EXPERTS,
          **_rope("default", partial_rotary_factor=0.5)),
+    # as the release spells it; then Transformers' default rope
+    _kin("apertus", "ApertusForCausalLM", "apertus", hidden_act="xielu", qk_norm=True, post_norm=False, mlp_bias=False,
+         rope_theta=500.0, rope_scaling={"type": "llama3", "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+    _kin("apertus-bias", "ApertusForCausalLM", "apertus", hidden_act="xielu", head_dim=24, num_hidden_layers=3,
+         attention_bias=True, tie_word_embeddings=True),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -490,7 +498,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
-    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "apertus",
 )  # fmt: skip
 
 

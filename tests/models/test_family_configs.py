@@ -227,6 +227,11 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of linear_num_key_"),
         ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be a whole number from 2"),
         ("qwen3.5", {"layer_types": ["linear_attention"] * 3}, "layer_types=.*, and both of them"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act='silu' is not supported by jpaged .only 'xielu'"),
+        ("apertus", {"qk_norm": False}, "qk_norm=False is not supported"),
+        ("apertus", {"post_norm": True}, "post_norm=True is not supported"),
+        ("apertus", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("apertus-bias", {"rope_theta": 500.0}, "rope_theta is given more than once"),
         ("qwen3.5-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
     ],
 )

@@ -218,7 +218,7 @@ _PARTS = {
         "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
     ),
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
-    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
+    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "xielu"),
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
 }
@@ -255,7 +255,10 @@ def _part_of(name: str) -> str:
     if name.startswith(("expert_", "router", "shared_")):
         return "experts"
     apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
-    return apart.get(name) or next(part for part, names in _PARTS.items() if name in names)
+    part = apart.get(name) or next((part for part, names in _PARTS.items() if name in names), None)
+    if part is None:
+        raise ValueError(f"the leaf {name!r} is in no part of the memory plan: add it to `_PARTS` in this file")
+    return part
 
 
 def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None:
