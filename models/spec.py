@@ -50,6 +50,7 @@ class Activation(enum.Enum):
     GELU = "gelu"            # exact, with erf
     GELU_TANH = "gelu_tanh"  # the tanh approximation ("gelu_new", "gelu_pytorch_tanh")
     RELU = "relu"
+    RELU2 = "relu2"          # relu(x) squared (arXiv:2109.08668; Arcee, Nemotron-H)
     TANH = "tanh"            # only of the layer before an encoder's score matrix
     XIELU = "xielu"          # with four numbers per layer, the leaf "xielu": see `layers.xielu` (Apertus)
 

@@ -18,6 +18,7 @@ _ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
 }
 
 # Quantised checkpoints that jpaged/loading/packed_checkpoint.py reads. mxfp4 is for gpt-oss only.

@@ -11,6 +11,7 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),      # exact, with erf
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # the tanh approximation
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),            # Primer, arXiv:2109.08668
     "tanh": jnp.tanh,
 }  # fmt: skip
 

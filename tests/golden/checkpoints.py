@@ -474,6 +474,10 @@ VARIANTS = (
                                          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
     _kin("apertus-bias", "ApertusForCausalLM", "apertus", hidden_act="xielu", head_dim=24, num_hidden_layers=3,
          attention_bias=True, tie_word_embeddings=True),
+    _kin("arcee", "ArceeForCausalLM", "arcee", hidden_act="relu2", head_dim=16,
+         **_rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    _kin("arcee-bias", "ArceeForCausalLM", "arcee", hidden_act="relu2", attention_bias=True, mlp_bias=True,
+         tie_word_embeddings=True, rope_theta=500000.0),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -498,7 +502,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
-    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "apertus",
+    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "apertus", "arcee",
 )  # fmt: skip
 
 

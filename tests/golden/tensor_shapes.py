@@ -74,8 +74,9 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             linears = {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
         if kind == "starcoder2":
             linears = {"c_fc": (inter, hidden), "c_proj": (hidden, inter)}
-        if kind == "apertus":
+        if kind in ("apertus", "arcee"):
             linears = {"up_proj": (inter, hidden), "down_proj": (hidden, inter)}
+        if kind == "apertus":
             shapes |= {f"{at}mlp.act_fn.{name}": (1,) for name in ("alpha_p", "alpha_n")}
             shapes |= {f"{at}mlp.act_fn.{name}": () for name in ("beta", "eps")}
         if (sparse := _expert_shapes(c, i, at)) is not None:

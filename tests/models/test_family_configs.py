@@ -232,6 +232,7 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("apertus", {"post_norm": True}, "post_norm=True is not supported"),
         ("apertus", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("apertus-bias", {"rope_theta": 500.0}, "rope_theta is given more than once"),
+        ("arcee", {"hidden_act": "xielu"}, "hidden_act='xielu' is not supported; supported: silu"),
         ("qwen3.5-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
     ],
 )

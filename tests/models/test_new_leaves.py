@@ -1,4 +1,4 @@
-"""Lists that name leaves of `param_shapes` have the leaves of every family, and xIELU is the paper's function."""
+"""Lists that name leaves of `param_shapes` have the leaves of every family. Activations without a kernel."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +9,7 @@ from jpaged.models.families import family_of, spec_of
 from jpaged.models.layers import xielu
 from jpaged.models.spec import param_shapes
 from jpaged.runtime.memory.plan import weight_parts
+from pallas_kernels import activate
 from tests.golden.checkpoints import VARIANTS, Variant
 
 
@@ -40,3 +41,7 @@ def test_xielu_is_the_papers_function() -> None:
     short = xielu(jnp.array(x, jnp.bfloat16), jnp.array(numbers))
     assert short.dtype == jnp.bfloat16
     np.testing.assert_allclose(short.astype(np.float32), wanted, rtol=0.02, atol=1e-3)
+
+
+def test_relu2_is_a_squared_relu() -> None:
+    assert activate("relu2", jnp.array([-2.0, 0.0, 3.0])).tolist() == [0, 0, 9]
