@@ -395,7 +395,7 @@ def dense_causal_attend(
 LAYER_VECTORS = (
     "attn_norm", "attn_norm_bias", "attn_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm", "attn_out_norm_bias",
     "mlp_out_norm_bias", "q_a_norm", "kv_a_norm", "q_a_bias", "kv_a_bias", "o_bias", "up_bias", "down_bias",
-    "layer_out_norm", "layer_scalar", "router_norm", "dense_out_norm", "sparse_norm", "sparse_out_norm",
+    "layer_out_norm", "layer_scalar", "router_norm", "dense_out_norm", "sparse_norm", "sparse_out_norm", "xielu",
 )  # fmt: skip
 
 

@@ -89,6 +89,18 @@ def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
     return ((y + 1) * x * jax.nn.sigmoid(spec.swiglu_alpha * x)).astype(gated.dtype)
 
 
+def xielu(x: Float[Array, "..."], numbers: Float[Array, "4"]) -> Float[Array, "..."]:
+    """xIELU (arXiv:2411.13010), computed in float32, returned in x's dtype.
+
+    numbers: alpha_p and alpha_n before their softplus, beta, and eps, the upper limit of the argument of expm1.
+    """
+    y = x.astype(jnp.float32)
+    alpha_p, alpha_n, beta, eps = numbers.astype(jnp.float32)
+    rising = jax.nn.softplus(alpha_p) * y * y
+    falling = (jnp.expm1(jnp.minimum(y, eps)) - y) * (beta + jax.nn.softplus(alpha_n))
+    return (jnp.where(y > 0, rising, falling) + beta * y).astype(x.dtype)
+
+
 def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[str]) -> bool:
     """True if a layer with these leaves can fuse gate, up and activation into one `gated_dot`, with dense weights.
 
@@ -102,7 +114,11 @@ def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[s
 def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens hidden"]:
     spec = context.spec
     if not spec.gated:
-        hidden = activate(spec.activation.value, linear_with_bias("up", x, context))
+        hidden = linear_with_bias("up", x, context)
+        if spec.activation is Activation.XIELU:
+            hidden = xielu(hidden, context.params["xielu"])
+        else:
+            hidden = activate(spec.activation.value, hidden)
         return linear_with_bias("down", hidden, context)
     if context.num_rows is not None and takes_gated_dot(spec, context.layout, context.params):
         return linear_with_bias("down", _served_gate(x, context, context.num_rows), context)

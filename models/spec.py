@@ -52,8 +52,9 @@ class Activation(enum.Enum):
     GELU = "gelu"            # exact, with erf
     GELU_TANH = "gelu_tanh"  # the tanh approximation ("gelu_new", "gelu_pytorch_tanh")
     RELU = "relu"
-    RELU2 = "relu2"          # relu(x) squared (arXiv:2109.08668; Nemotron-H)
+    RELU2 = "relu2"          # relu(x) squared (arXiv:2109.08668; Arcee, Nemotron-H)
     TANH = "tanh"            # only of the layer before an encoder's score matrix
+    XIELU = "xielu"          # with four numbers per layer, the leaf "xielu": see `layers.xielu` (Apertus)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -574,6 +575,8 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
         tree["down_bias"] = leaf(layers, hidden)
     if s.layer_scalars:
         tree["layer_scalar"] = leaf(layers, 1)
+    if s.activation is Activation.XIELU:
+        tree["xielu"] = leaf(layers, 4)
     if s.latent is not None:
         tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
         if s.qkv_bias:

@@ -1,6 +1,6 @@
 """Records how far Transformers' log-probabilities in bfloat16 are from those in float32.
 
-    python tools/record_bfloat16.py      # needs the extra `reference` (torch)
+    python tools/record_bfloat16.py [NAME …]      # needs the extra `reference` (torch); default: all families
 
 For the first variant of every family in tests/golden, one forward pass in float32 and one in bfloat16 score each
 recorded answer. tests/golden/bfloat16.json gets the mean absolute difference of the tokens' log-probabilities.
@@ -22,15 +22,22 @@ from tests.golden.checkpoints import GOLDEN, NUM_TOKENS, Variant, first_of_each_
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="first variants of families; default: all. The other figures stay")
+    names, variants = parser.parse_args().names, first_of_each_family()
+    if unknown := set(names) - {variant.name for variant in variants}:
+        parser.error(f"{', '.join(sorted(unknown))}: no first variant of a family in tests/golden/checkpoints.py")
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = {}
-    for variant in first_of_each_family():
+    file = GOLDEN / "bfloat16.json"
+    found: dict[str, float] = json.loads(file.read_text()) if names else {}
+    for variant in variants:
+        if names and variant.name not in names:
+            continue
         found[variant.name] = difference(variant)
         print(f"{variant.name:24} {found[variant.name]:.5f}", flush=True)
-    (GOLDEN / "bfloat16.json").write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def difference(variant: Variant) -> float:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jpaged.errors import ModelLoadError
+from jpaged.models.families.apertus import APERTUS
+from jpaged.models.families.arcee import ARCEE
 from jpaged.models.families.base import Family
 from jpaged.models.families.bert import BERT, ROBERTA, XLM_ROBERTA
 from jpaged.models.families.cohere import COHERE, COHERE2
@@ -57,7 +59,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
     DEEPSEEK_V32, GLM_MOE_DSA, OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5,
-    QWEN3_5_MOE, LFM2, LFM2_MOE, NEMOTRON_H, FALCON_H1, GEMMA4, GEMMA4_UNIFIED,
+    QWEN3_5_MOE, LFM2, LFM2_MOE, NEMOTRON_H, FALCON_H1, GEMMA4, GEMMA4_UNIFIED, APERTUS, ARCEE,
     BERT, ROBERTA, XLM_ROBERTA, MODERNBERT,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

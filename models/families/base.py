@@ -159,6 +159,26 @@ class TensorRule:
         return dataclasses.replace(self, all_experts=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class Number(TensorRule):
+    """A tensor with one number, which is an element of the leaf. axes: of the tensor, 0 or 1."""
+
+    index: int = 0
+    axes: int = 0
+
+    def shape(self, leaf: np.ndarray) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor."""
+        return (1,) * self.axes
+
+    def store(self, tensor: np.ndarray, leaf: np.ndarray) -> None:
+        """Write the number into the leaf, in the leaf's dtype."""
+        np.copyto(leaf[self.index : self.index + 1], tensor.reshape(1), casting="unsafe")
+
+    def gather(self, leaf: np.ndarray) -> np.ndarray:
+        """Return the checkpoint's tensor from the leaf."""
+        return leaf[self.index : self.index + 1].reshape(self.shape(leaf))
+
+
 def with_bias(
     name: str, leaf: str, parts: tuple[Part, ...] = (Part.WHOLE,), *, transposed: bool = False, alias: str = ""
 ) -> tuple[TensorRule, TensorRule]:

@@ -127,6 +127,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.float32(1) + np.float32(0.25) * uniform
     if name.endswith("router.scale"):  # is divided by the root of the width
         return np.float32(math.sqrt(shape[0])) * (np.float32(2) + np.float32(0.5) * uniform)
+    if not shape:  # of xIELU: eps has an effect if it is below 0
+        return np.float32(-0.25 if name.endswith("eps") else 0.5) + np.float32(0.2) * uniform
     if len(shape) == 1:
         return np.float32(0.5) * uniform
     embeddings = ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings", "backbone.embeddings")
@@ -576,6 +578,16 @@ VARIANTS = (
          **_UNLIKE | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False,
                       "num_kv_shared_layers": 1, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2,
                       "num_hidden_layers": 4}),
+    # as the release spells it; then Transformers' default rope
+    _kin("apertus", "ApertusForCausalLM", "apertus", hidden_act="xielu", qk_norm=True, post_norm=False, mlp_bias=False,
+         rope_theta=500.0, rope_scaling={"type": "llama3", "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+    _kin("apertus-bias", "ApertusForCausalLM", "apertus", hidden_act="xielu", head_dim=24, num_hidden_layers=3,
+         attention_bias=True, tie_word_embeddings=True),
+    _kin("arcee", "ArceeForCausalLM", "arcee", hidden_act="relu2", head_dim=16,
+         **_rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    _kin("arcee-bias", "ArceeForCausalLM", "arcee", hidden_act="relu2", attention_bias=True, mlp_bias=True,
+         tie_word_embeddings=True, rope_theta=500000.0),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -601,7 +613,7 @@ NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
-    "falcon_h1", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa",
+    "falcon_h1", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "apertus", "arcee",
 )  # fmt: skip
 
 

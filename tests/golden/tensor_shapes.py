@@ -70,7 +70,7 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{at}self_attn.sinks"] = (heads,)
         if kind == "laguna":
             shapes[f"{at}self_attn.g_proj.weight"] = (q // dim if c["gating"] is True else q, hidden)
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "hy_v3", "laguna") or (
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "hy_v3", "laguna", "apertus") or (
             (kind == "glm4_moe" and c.get("use_qk_norm")) or ("linear_num_key_heads" in c and linears)
         ):
             shapes |= {f"{at}self_attn.q_norm.weight": (dim,), f"{at}self_attn.k_norm.weight": (dim,)}
@@ -83,6 +83,11 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             linears = {"gate_up_proj": (2 * inter, hidden), "down_proj": (hidden, inter)}
         if kind == "starcoder2":
             linears = {"c_fc": (inter, hidden), "c_proj": (hidden, inter)}
+        if kind in ("apertus", "arcee"):
+            linears = {"up_proj": (inter, hidden), "down_proj": (hidden, inter)}
+        if kind == "apertus":
+            shapes |= {f"{at}mlp.act_fn.{name}": (1,) for name in ("alpha_p", "alpha_n")}
+            shapes |= {f"{at}mlp.act_fn.{name}": () for name in ("beta", "eps")}
         if (sparse := _expert_shapes(c, i, at)) is not None:
             shapes |= sparse
             linears = {}
@@ -98,6 +103,8 @@ def _llama_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             norms += ["post_self_attn_layernorm", "post_mlp_layernorm"]
         if kind in ("olmo2", "olmo3", "exaone4"):
             norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+        if kind == "apertus":
+            norms = ["attention_layernorm", "feedforward_layernorm"]
         if kind in ("gemma2", "gemma3_text"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         parts = ("weight", "bias") if kind in ("starcoder2", "phimoe") else ("weight",)

@@ -15,6 +15,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
+from jpaged.loading.model import LoadedModel
 from jpaged.models.recurrent_spec import GateNorm
 from jpaged.models.spec import Activation, Norm, NormPosition, QKNorm, Rope, Scoring
 from tests.golden.checkpoints import (
@@ -42,15 +43,19 @@ FIRST = [
 ]
 
 
+def load_float32(variant: Variant, folder: Path) -> LoadedModel:
+    # gpt-oss's experts would be multiplied by activations in 8 bits
+    activations = "float" if variant.name == "gpt-oss-mxfp4" else "auto"
+    return load_model(EngineConfig(model=str(folder), dtype="float32", quantized_activations=activations))
+
+
 @pytest.mark.parametrize(
     "variant", [pytest.param(v, id=v.name, marks=[pytest.mark.slow] * (v not in FIRST)) for v in VARIANTS]
 )
 def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> None:
     golden = json.loads(variant.answers.read_text())
     assert write_checkpoint(variant, golden["seed"], tmp_path) == golden["sha256"], "another checkpoint"
-    # gpt-oss's experts would be multiplied by activations in 8 bits
-    activations = "float" if variant.name == "gpt-oss-mxfp4" else "auto"
-    model = load_model(EngineConfig(model=str(tmp_path), dtype="float32", quantized_activations=activations))
+    model = load_float32(variant, tmp_path)
     assert [len(a["prompt"]) for a in golden["answers"]] == list(PROMPT_LENGTHS)
     for answer, logprobs in zip(golden["answers"], answer_log_probabilities(model, golden["answers"]), strict=True):
         steps = np.arange(NUM_TOKENS)
@@ -175,6 +180,10 @@ CHANGES = {
     ],
     "gemma4-moe": [("beside_dense", False), ("per_token", 1), {"v_norm": False}],
     "gemma4-unified": [{"layer_scalars": False}, {"rope": Rope(theta=1e6)}, {"sliding_window": ()}],
+    "apertus": [{"qk_norm": None}, {"activation": Activation.RELU}, {"rope": Rope(theta=500.0)}],
+    "apertus-bias": [{"qk_norm": None}, {"activation": Activation.RELU}, {"rope": Rope()}],
+    "arcee": [{"activation": Activation.RELU}, {"rope": Rope()}],
+    "arcee-bias": [{"rope": Rope()}],
     "bloom": [{"alibi": 1e-9}, {"embed_norm": False}],
     "opt-350m": [{"norm_position": NormPosition.PRE}],
     "gpt2": [{"attention_scale": 1.0}],
@@ -212,10 +221,12 @@ def test_live_against_transformers(variant: Variant, tmp_path: Path) -> None:
     import torch
     import transformers
 
+    if variant.name == "deepseek-v3-fp8":
+        pytest.skip("Transformers refuses a matrix in fp8 whose last block is incomplete")
     write_checkpoint(variant, 12345, tmp_path)
     kind = getattr(transformers, variant.config["architectures"][0])
     reference = kind.from_pretrained(str(tmp_path), dtype=torch.float32).eval()
-    model = load_model(EngineConfig(model=str(tmp_path), dtype="float32"))
+    model = load_float32(variant, tmp_path)
     ids = np.random.default_rng(0).integers(3, variant.config["vocab_size"], 150)
     with torch.no_grad():
         wanted = reference(torch.tensor(ids[None])).logits[0].log_softmax(-1).numpy()
@@ -224,5 +235,7 @@ def test_live_against_transformers(variant: Variant, tmp_path: Path) -> None:
     got = padded_log_probabilities(
         model.params, ids[None].astype(np.int32), positions[None], rope_lens[None], spec=model.spec, layout=model.layout
     )
+    off = np.abs(np.asarray(got)[0] - wanted).max()
+    print(f"{variant.name}: largest difference {off:.1e}")
     # twice the tolerance: with this seed, tokens and experts may be close to a tie
-    assert np.abs(np.asarray(got)[0] - wanted).max() < 2 * TOLERANCE
+    assert off < 2 * TOLERANCE

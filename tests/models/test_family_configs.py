@@ -247,6 +247,12 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of linear_num_key_"),
         ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be a whole number from 2"),
         ("qwen3.5", {"layer_types": ["linear_attention"] * 3}, "layer_types=.*, and both of them"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act='silu' is not supported by jpaged .only 'xielu'"),
+        ("apertus", {"qk_norm": False}, "qk_norm=False is not supported"),
+        ("apertus", {"post_norm": True}, "post_norm=True is not supported"),
+        ("apertus", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("apertus-bias", {"rope_theta": 500.0}, "rope_theta is given more than once"),
+        ("arcee", {"hidden_act": "xielu"}, "hidden_act='xielu' is not supported; supported: silu"),
         ("qwen3.5-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
         ("lfm2", {"layer_types": ["conv", "mamba", "full_attention"]}, "layer_types=.* full_attention or conv"),
         ("lfm2", {"full_attn_idxs": []}, "layer_types=.* full_attention for at least one"),
@@ -316,6 +322,15 @@ def test_harmless_options_are_accepted() -> None:
         {"rope_scaling": None}, {"rope_scaling": {"type": "default"}}, {"use_cache": False}, {"attention_dropout": 0.1},
     ):  # fmt: skip
         assert spec_of(config("llama", **changes)) == spec
+
+
+def test_frequencies_are_those_of_transformers() -> None:
+    """Recorded with Transformers 5.24: the last bit of a frequency is multiplied by the position."""
+    llama3 = Rope(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64)
+    recorded = [
+        1.0, 0.45986328, 0.09761663, 0.012156156, 0.00559017, 0.002570714, 0.001182177, 0.0005436398,
+    ]  # fmt: skip
+    assert rope.inv_freq(llama3, 16, 256)[0].tolist() == np.array(recorded, np.float32).tolist()
 
 
 def test_unknown_and_dynamic_rope_have_no_fixed_frequencies() -> None:

@@ -62,6 +62,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
     "MiniMax-M2": ("minimax_m2", {"rotary_dim": 64}, 228_689_764_864),
     "Laguna (Transformers' defaults)": ("laguna", {}, 33_189_975_808),
     "Qwen3-Next-80B-A3B": ("qwen3_next", {"intermediate_size": 5120}, 79_674_391_296),
+    # 32 layers have two parameters and two constants of xIELU each
+    "Apertus-8B-2509": ("apertus", {"intermediate_size": 21_504, "num_key_value_heads": 8}, 8_053_338_176 + 2 * 32),
+    # layers, heads and ids of a port's file: the release's config.json was not found
+    "AFM-4.5B": (
+        "arcee", {"num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4, "vocab_size": 128_004},
+        4_619_184_640,
+    ),
     "Kimi-K2": (
         "deepseek_v3",
         {"first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,

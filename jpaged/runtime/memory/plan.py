@@ -220,7 +220,7 @@ _PARTS = {
     "indexers": ("index_q", "index_k", "index_weights"),
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
     "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
-    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "layer_scalar"),
+    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "xielu", "layer_scalar"),
     "per-layer embeddings": ("layer_embed", "layer_embed_in", "layer_in", "layer_out"),
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
@@ -258,7 +258,10 @@ def _part_of(name: str) -> str:
     if name.startswith(("expert_", "router", "shared_")):
         return "experts"
     apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
-    return apart.get(name) or next(part for part, names in _PARTS.items() if name in names)
+    part = apart.get(name) or next((part for part, names in _PARTS.items() if name in names), None)
+    if part is None:
+        raise ValueError(f"the leaf {name!r} is in no part of the memory plan: add it to `_PARTS` in this file")
+    return part
 
 
 def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None:
