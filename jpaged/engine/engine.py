@@ -392,6 +392,7 @@ class Engine:
             return False
         self.scheduler.preempt_all()
         self._manager.pool.forget_all()
+        self._manager.pool.take_moves()  # no row and no name needs them, and `sleep` frees the arrays
         return True
 
     def sleep(self, *, discard_weights: bool = False) -> None:
