@@ -547,7 +547,7 @@ class LLM(EngineAccess):
             for one, other in zip(queries, others, strict=True)
         ]
         outputs = self.classify(prompts, use_tqdm=use_tqdm)
-        return [cast(Any, dataclasses.replace(each, outputs=ScoringOutput(each.outputs.probs[0]))) for each in outputs]
+        return [_scored(each, None if each.outputs is None else each.outputs.probs[0]) for each in outputs]
 
     def _answer(
         self,
@@ -716,9 +716,16 @@ def _cosine(
     query: PoolingRequestOutput[EmbeddingOutput], document: PoolingRequestOutput[EmbeddingOutput]
 ) -> PoolingRequestOutput[ScoringOutput]:
     """The score of a pair of embeddings of length 1."""
-    score = math.fsum(map(operator.mul, query.outputs.embedding, document.outputs.embedding))
-    ids = query.prompt_token_ids + document.prompt_token_ids
-    return cast(Any, dataclasses.replace(document, prompt_token_ids=ids, outputs=ScoringOutput(score)))
+    score = None
+    if query.outputs is not None and document.outputs is not None:
+        score = math.fsum(map(operator.mul, query.outputs.embedding, document.outputs.embedding))
+    ids, error = query.prompt_token_ids + document.prompt_token_ids, document.error or query.error
+    return _scored(dataclasses.replace(document, prompt_token_ids=ids, error=error), score)
+
+
+def _scored(output: PoolingRequestOutput[Any], score: float | None) -> PoolingRequestOutput[ScoringOutput]:
+    """The output of a pair of texts. score: None if one of them has no result."""
+    return cast(Any, dataclasses.replace(output, outputs=None if score is None else ScoringOutput(score)))
 
 
 def _sequence(prompt_token_ids: list[int], prompt: str | None, answer: CompletionOutput) -> BeamSearchSequence:

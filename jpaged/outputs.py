@@ -246,11 +246,13 @@ class PoolingRequestOutput(Generic[PooledT]):
     request_id: str
     prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
-    outputs: PooledT    # EmbeddingOutput, ClassificationOutput, ScoringOutput or TokenPoolingOutput; None: aborted
+    # EmbeddingOutput, ClassificationOutput, ScoringOutput or TokenPoolingOutput; None: aborted, or see `error`
+    outputs: PooledT
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit saved computing
     weight_version: WeightVersion = 0  # version of the weights that computed the last token
+    error: str | None = None    # why the prompt has no result, for example numbers that are not finite
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

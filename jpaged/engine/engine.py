@@ -259,6 +259,8 @@ class Engine:
                 self._counters.note_experts(collected.result.expert_load)
             if self._metrics is not None:
                 self._metrics.note_step(collected.step.plan, seconds)
+        else:
+            self._spare.forget()
         idle = step is None and collected is None
         self._idle_turns = self._idle_turns + 1 if idle else 0
         if step is None and self.pipeline.has_steps:
@@ -392,6 +394,7 @@ class Engine:
             return False
         self.scheduler.preempt_all()
         self._manager.pool.forget_all()
+        self._manager.pool.take_moves()  # no row and no name needs them, and `sleep` frees the arrays
         return True
 
     def sleep(self, *, discard_weights: bool = False) -> None:

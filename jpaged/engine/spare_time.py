@@ -14,6 +14,7 @@ import dataclasses
 
 SHARE = 0.6  # of the shortest likely time of the step on the device
 STEPS = 8    # that are remembered
+ALIKE = 2    # of them must have had no more tokens: one may have been slow by chance
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,13 +34,18 @@ class SpareTime:
         """Add a step of `tokens` tokens. host: seconds that scheduling and dispatching a step took."""
         self._latest.append(_StepTime(tokens, seconds, host))
 
+    def forget(self) -> None:
+        """Forget all steps: the next ones may have much shorter contexts. Called when the device was idle."""
+        self._latest.clear()
+
     def seconds(self, tokens: int) -> float:
         """Seconds after the start of a step of `tokens` tokens until the host must schedule the next.
 
-        The step takes at least as long as the shortest of the latest steps, if that one had no more tokens. The host
-        needs no longer than it did in all of them. At most 0 if too little is known.
+        The step takes at least as long as the shortest of the latest steps with no more tokens, if there are ALIKE. The
+        host needs no longer than it did in all of them. At most 0 if too little is known.
         """
         if len(self._latest) < STEPS:
             return 0.0
         smaller = [step.seconds for step in self._latest if step.tokens <= tokens]
-        return SHARE * min(smaller, default=0.0) - sum(step.host for step in self._latest) / STEPS
+        shortest = min(smaller) if len(smaller) >= ALIKE else 0.0
+        return SHARE * shortest - sum(step.host for step in self._latest) / STEPS

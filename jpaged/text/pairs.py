@@ -1,6 +1,6 @@
 """Pairs of texts: the prompt from which a cross-encoder scores how well a document fits a query."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
@@ -42,13 +42,23 @@ def pair_prompt(
 
 def text_pairs(query: str | Sequence[str], documents: str | Sequence[str]) -> tuple[list[str], list[str]]:
     """Queries and documents of equal number: one query is for all documents. Raises RequestError."""
-    each = {"query": query, "documents": documents}
-    lists = {name: [value] if isinstance(value, str) else list(value) for name, value in each.items()}
-    for name, texts in lists.items():
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise RequestError(name, each[name], "must be a text, or a list of texts, none of them empty")
-    queries, others = lists.values()
+    queries, others = _texts("query", query), _texts("documents", documents)
     if len(queries) not in (1, len(others)):
         accepted = f"must be one text, or one for each of the documents ({len(others)})"
         raise RequestError("query", f"{len(queries)} texts", accepted)
     return queries * (len(others) if len(queries) == 1 else 1), others
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    """A text, or a list of texts, as a list. Raises RequestError for anything else."""
+    is_list = isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
+    texts: list[Any] = list(given) if is_list else [given]
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(name, given, "must be a text, or a list of texts, none of them empty")
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            accepted = f"is not valid Unicode: {error.reason} at character {error.start}"
+            raise RequestError(name, text, accepted) from None
+    return texts

@@ -76,7 +76,7 @@ def pooled_model(server: Server) -> PooledModel:
 async def pooled(
     server: Server, prompts: list[Prompt], params: PoolingParams, request_id: str, priority: int
 ) -> Finals:
-    """Return the output of each prompt, in the prompts' order. Raises APIError if one was aborted."""
+    """Return the output of each prompt, in the prompts' order. Raises APIError if one was aborted, or has failed."""
     streams = [
         server.engine.encode(prompt, params, f"{request_id}-{i}", priority=priority) for i, prompt in enumerate(prompts)
     ]
@@ -89,6 +89,9 @@ async def pooled(
             if numbers > MAX_NUMBERS:
                 accepted = f"vectors of its tokens are more than {MAX_NUMBERS:,} numbers: send fewer or shorter ones"
                 raise RequestError("input", f"{len(prompts)} inputs", accepted)
+    for final in finals.values():
+        if final.error is not None:
+            raise APIError(HTTPStatus.INTERNAL_SERVER_ERROR, final.error, code="engine_error")
     if any(final.outputs is None for final in finals.values()):
         raise APIError(HTTPStatus.SERVICE_UNAVAILABLE, generation.ABORTED, code="aborted")
     return dict(sorted(finals.items()))

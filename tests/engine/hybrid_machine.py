@@ -1,5 +1,11 @@
 """The state machine of `engine_machine` for a model with recurrent layers."""
 
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import rule
+
 from jpaged.engine.step_plan import RecurrentSizes
 from tests.engine.engine_machine import EngineMachine
 
@@ -14,3 +20,24 @@ class HybridMachine(EngineMachine):
     def recurrent_sizes(self, rows: int, number: int) -> RecurrentSizes | None:
         """Slots of recurrent state. number: decides them."""
         return RecurrentSizes(rows, num_snapshots=(0, 1, 3, 8, 40)[number % 5], interval=1 + number // 5 % 3)
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 8), way=st.sampled_from(["refused", "reset", "sleep"]))
+    def preempt_all(self, seed: int, count: int, way: str) -> None:
+        """All running requests are preempted. After weights that are refused, they find their snapshots again."""
+        self.crowd(seed, 3)
+        self.steps(count)
+        self.flush()
+        if way == "refused":
+            with pytest.raises(OSError, match="no weights"):
+                self.engine.update_weights(_no_leaves(), recompute=True)
+        elif way == "reset":
+            assert self.engine.reset_prefix_cache(reset_running_requests=True)
+        else:
+            self.engine.sleep()
+            self.engine.wake_up()
+        self.sound()
+
+
+def _no_leaves() -> Iterator[int]:
+    raise OSError("there are no weights")
+    yield 0

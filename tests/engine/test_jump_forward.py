@@ -10,6 +10,7 @@ import pytest
 from jpaged import SamplingParams
 from jpaged.engine.engine import Engine, EngineOptions
 from jpaged.engine.sampling_extras import SamplingExtras, pack_mask
+from jpaged.engine.step_plan import RecurrentSizes
 from tests.engine.fake_runner import FakeRunner, next_token
 
 VOCAB = 97
@@ -83,7 +84,10 @@ def run(prompts: list[list[int]], *, min_jump_per_request: float, jumps: bool = 
     return engine.stats().steps
 
 
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 10, "max_model_len": 32}])
+HYBRID = {"recurrent_sizes": RecurrentSizes(4, num_snapshots=5, interval=1), "block_size": 2, "num_blocks": 18}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 10, "max_model_len": 32}, HYBRID | {"max_model_len": 32}])
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_answers_are_the_same(count, options):
     for min_jump_per_request in (0.0, 1.0):

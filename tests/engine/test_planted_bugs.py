@@ -652,6 +652,18 @@ def a_snapshot_slot_used_twice(patch):
     patch.setattr(StateSlots, "_take", take_and_free)
 
 
+@state_bug
+def snapshots_lost_when_all_are_preempted(patch):
+    """Their names stay. They are found if the weights that were to come are refused."""
+    preempt_all = Scheduler.preempt_all
+
+    def preempt_and_drop(scheduler):
+        preempt_all(scheduler)
+        scheduler.manager.pool.take_moves()
+
+    patch.setattr(Scheduler, "preempt_all", preempt_and_drop)
+
+
 # The gate looks for all of them. Those here are found in less than a second each.
 QUICK = [name for name in list(BUGS)[::6] if name != "a_slot_freed_before_it_is_read"]
 

@@ -15,6 +15,7 @@ from jpaged import (
 )
 from jpaged.engine.engine import Engine, EngineOptions, StepError
 from jpaged.engine.strategies.pooled_outputs import Activation, Pooling, activation_of, labels_of
+from jpaged.errors import LogitsError
 from tests.engine.fake_runner import FakeRunner, PoolingRunner, next_token
 
 EMBEDS = Pooling(2)
@@ -66,6 +67,31 @@ def test_a_prompt_may_fill_the_model():
     while engine.has_work:
         outputs += engine.step()
     assert [output.outputs for output in outputs] == [raw([5] * 64)]
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_a_vector_that_is_not_finite_ends_its_request_only(task):
+    """Its JSON would have null in place of numbers, and a vector index would keep it."""
+
+    class Damaged(PoolingRunner):
+        def _result(self, plan, tokens):
+            result = super()._result(plan, tokens)
+            for vectors in (result.pooled, result.pooled_tokens):
+                vectors[vectors[:, 0] == bad] = np.nan
+            return result
+
+    prompts = {"bad": [5, 7], "good": [6, 8, 9]}
+    bad = 7 if task == "token_embed" else next_token(prompts["bad"], 97)
+    engine = Engine(Damaged(), options=EngineOptions(pooling=EMBEDS))
+    for name, prompt in prompts.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, PoolingParams(normalize=False, task=task))
+    outputs = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert (outputs["bad"].outputs, outputs["bad"].error) == (None, LogitsError.message)
+    assert outputs["good"].error is None
+    assert given(outputs["good"].outputs) == ([[6, 1], [8, 1], [9, 1]] if task == "token_embed" else raw([6, 8, 9]))
+    assert engine.metrics().corrupted_requests == 1
 
 
 def test_a_failed_step_ends_its_requests_only():

@@ -29,7 +29,7 @@ def test_the_shortest_of_the_latest_steps_counts():
 
 
 def test_a_smaller_step_than_all_before_may_take_any_time():
-    spare = filled((8, 0.002, 0.001))
+    spare = filled((8, 0.002, 0.001), (8, 0.004, 0.001))
     assert spare.seconds(7) <= 0
     assert spare.seconds(63) == spare.seconds(8) == pytest.approx(SHARE * 0.002 - 0.001)
 
@@ -39,6 +39,21 @@ def test_nothing_is_known_after_too_few_steps():
     for _ in range(STEPS - 1):
         spare.note(64, 1.0, 0.0)
     assert spare.seconds(64) == 0
+
+
+def test_one_slow_step_makes_the_next_one_wait_for_nothing():
+    """After the chunks of a long prompt: the first decode loads its program, or a command takes seconds meanwhile."""
+    assert filled((1, 10.0, 0.001)).seconds(1) <= 0
+
+
+def test_steps_before_an_idle_time_are_forgotten():
+    """A request with a short context would wait for a share of the step of one with a long context."""
+    engine = Engine(FakeRunner())
+    for _ in range(STEPS):
+        engine._spare.note(1, 10.0, 0.0)
+    engine.add_request("a", prompt_of(3), greedy(8))
+    engine.step()
+    assert engine.spare_seconds == 0
 
 
 def test_the_engine_waits_for_nothing_without_a_step_or_beside_a_waiting_request(monkeypatch: pytest.MonkeyPatch):

@@ -90,6 +90,7 @@ class FakeEngine:
     seen_pooling: list[PoolingParams] = dataclasses.field(default_factory=list)
     pooling: PooledModel | None = None
     aborts: bool = False  # `encode` returns aborted requests
+    fails: str | None = None  # error of the requests that `encode` returns
     says: str | None = None  # text of every answer, instead of the prompt
     closed: bool = False
     paused: bool = False
@@ -184,9 +185,9 @@ class FakeEngine:
             output: EmbeddingOutput | ClassificationOutput | None = None
             if pooling_params.task == "classify":
                 output = ClassificationOutput([1 / 4, 3 / 4][-len(self.pooling.labels if self.pooling else "ab") :])
-            elif not self.aborts:
+            elif not self.aborts and self.fails is None:
                 output = EmbeddingOutput(values[: pooling_params.dimensions].tolist())
-            yield PoolingRequestOutput(request_id, None, ids, output, True, RequestMetrics(0.0))
+            yield PoolingRequestOutput(request_id, None, ids, output, True, RequestMetrics(0.0), error=self.fails)
         finally:
             self.running.discard(request_id)
 

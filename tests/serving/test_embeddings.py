@@ -9,6 +9,7 @@ import pytest
 
 from jpaged import LLM, PoolingParams, RequestError
 from jpaged.engine.step_plan import SamplerVariant
+from jpaged.errors import LogitsError
 from jpaged.serving.openai_api import pooled, routes_embeddings
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.golden.pooling import BARE_QWEN3, QWEN3_CLASSIFIER, SEED
@@ -79,11 +80,15 @@ def test_vllms_names_of_the_activation(url, engine):
         PoolingParams(use_activation="no")
 
 
-def test_an_engine_that_stops_and_an_unknown_model(client, engine):
+def test_an_engine_that_stops_or_fails_and_an_unknown_model(client, engine):
     engine.aborts = True
     with pytest.raises(openai.InternalServerError, match="the request was aborted") as caught:
         client.embeddings.create(model="echo", input="ab")
     assert caught.value.status_code == 503
+    engine.aborts, engine.fails = False, LogitsError.message
+    with pytest.raises(openai.InternalServerError, match="logits are not finite") as caught:
+        client.embeddings.create(model="echo", input=["ab", "c"])
+    assert caught.value.status_code == 500
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.embeddings.create(model="other", input="ab")
 

@@ -151,11 +151,13 @@ class Scheduler:
             self.waiting.add(request)
 
     def preempt_all(self) -> None:
-        """Preempt all running requests. They recompute their KV. No token is in flight."""
+        """Preempt all running requests. No token is in flight.
+
+        They find their KV again by its names, unless the caller forgets these.
+        """
         selection = StepSelection(0)
         while self.running:
             self._preemption.preempt_last(selection)
-        self.manager.pool.take_moves()  # for rows that no longer run
 
     # -- steps --------------------------------------------------------------------------------------------------
 

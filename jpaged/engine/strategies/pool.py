@@ -9,7 +9,7 @@ from jpaged.engine.request import Request, RequestStatus
 from jpaged.engine.step_plan import StepResult
 from jpaged.engine.strategies.base import CollectedStep, Output, Strategy
 from jpaged.engine.strategies.pooled_outputs import Pooled, Pooling
-from jpaged.errors import EngineError
+from jpaged.errors import EngineError, LogitsError
 from jpaged.outputs import PoolingRequestOutput
 from jpaged.params.pooling import PoolingParams
 
@@ -33,11 +33,13 @@ class PoolStrategy(Strategy):
         self._tokens.append(result.pooled_tokens[entries])
 
     def take(self, request: Request, collected: CollectedStep, index: int) -> RequestStatus | None:
-        """Store the pooled vector, which ends the request."""
+        """Store the pooled vector, which ends the request. Raises LogitsError for numbers that are not finite."""
         pooled = collected.result.pooled
         if pooled is None:
             raise EngineError(f"request {request.request_id} is to be pooled, but the step returned no vector")
         values = np.concatenate(self._tokens) if self._params.per_token else pooled[index]
+        if not np.isfinite(values).all():
+            raise LogitsError
         self._pooled, self._tokens = self._pooling.output(values, self._params), []
         return RequestStatus.STOPPED
 
@@ -46,7 +48,10 @@ class PoolStrategy(Strategy):
         return [AnswerEnd(request_group.first.schedule.status.value, None)]
 
     def output(self, request_group: "RequestGroup") -> PoolingRequestOutput:
-        """The vector or vectors; None if the request ended before its prompt did."""
+        """The vector or vectors; None if the request ended before its prompt did, or failed."""
+        request, error = request_group.first, None
+        if request.schedule.status is RequestStatus.FAILED:
+            error = str(request.output.stop_reason or "the result could not be processed; the log says why")
         return PoolingRequestOutput(
             request_id=request_group.request_id,
             prompt=request_group.prompt,
@@ -54,6 +59,7 @@ class PoolStrategy(Strategy):
             outputs=self._pooled,
             finished=request_group.has_ended,
             metrics=request_group.metrics,
-            num_cached_tokens=request_group.first.schedule.num_cached_tokens,
-            weight_version=request_group.first.output.weight_changes[-1][1],
+            num_cached_tokens=request.schedule.num_cached_tokens,
+            weight_version=request.output.weight_changes[-1][1],
+            error=error,
         )
