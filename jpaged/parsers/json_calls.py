@@ -8,6 +8,7 @@ import msgspec
 from jpaged.parsers.answer import AnswerSink
 from jpaged.parsers.json_text import read_string, read_value
 from jpaged.parsers.scanner import CALL_STEPS, Scanner, Steps
+from jpaged.parsers.spelled_tags import HIDDEN
 
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -198,7 +199,7 @@ def _text(scanner: Scanner) -> Steps[str | None]:
     if not (yield from read_string(scanner, pieces.append)):
         return None
     try:
-        return msgspec.json.decode("".join(pieces), type=str)
+        return msgspec.json.decode("".join(pieces).replace(HIDDEN, ""), type=str)
     except (msgspec.DecodeError, UnicodeError):  # half a surrogate pair
         return None
 

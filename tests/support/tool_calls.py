@@ -16,11 +16,14 @@ PARAMETERS = {  # of each tool
 }  # fmt: skip
 
 
+SCHEMAS = dict.fromkeys(TOOLS, PARAMETERS) | {"nothing": {"type": "object", "properties": {}}}
+
+
 def reader(format_name: str | None, **options) -> AnswerReader:
     """Return a reader with a fixed call id."""
     made = FORMATS[format_name] if format_name else None
     names = options.pop("tool_names", TOOLS)
-    schemas = dict.fromkeys(names, PARAMETERS) | {"nothing": {"type": "object", "properties": {}}}
+    schemas = {name: SCHEMAS.get(name, PARAMETERS) for name in names}
     return AnswerReader(tool_format=made, tool_names=names, schemas=schemas, new_id=lambda: "id", **options)
 
 
