@@ -154,6 +154,8 @@ PARTS = st.sampled_from([
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "```",
     "```json", "<think>", "</think>", '{"name": "now", "arguments": {', '{"name": "search", "parameters": {"q": ',
     '[TOOL_CALLS]search[ARGS]{"q": "', "[now(), search(q='", "search(", "q=", "now", "}", "}}", "[", "]", "{", "1",
+    "<function=search>\n<parameter=q>", "<parameter=tags>", "</parameter>", "</function>",
+    "<arg_key>q</arg_key><arg_value>",
     '"', "'", ",", ":", ";", ")", "\\", "\\u00", "\\n", " ", "\n", "-1.5", "tr", "None", "\x00", "é",
 ])  # fmt: skip
 TEXTS = st.lists(PARTS | st.text(max_size=3), max_size=25).map("".join)
