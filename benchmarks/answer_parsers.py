@@ -39,6 +39,8 @@ REPEATED = (
     '<tool_call>{"name": "now", "arguments": {"a": [', "```json", "[", "[]", "{", '{"a":', "1,", "1", '"', "'", "\\",
     "\\n", "\n", "\n\x01", " ", "<", "é",
     "<function=now></function>", "<parameter=a>1</parameter>", "</paramete",
+    f"[{'1,' * 120}]</parameter><parameter=a>", f"[{'1,' * 120}]</arg_value><arg_key>a</arg_key><arg_value>",
+    f'[{"1," * 120}]</parameter><parameter name="a">', "</parameter></invoke>", "</function></tool_call>",
     "<arg_key>a</arg_key><arg_value>1</arg_value>",
     "<tool_call>now</tool_call>", "<|channel|>", "<|start|>assistant<|channel|>final<|message|>a<|end|>", '<|"|>',
     "<|tool_call>call:now{}<tool_call|>", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",

@@ -83,8 +83,8 @@ class EngineConfig:
     """Seed of the engine. Requests without a seed of their own get theirs from it."""
 
     runner: str = "auto"
-    """generate: generate text. pooling: return the last hidden state, for embeddings and classification. auto: pooling
-    for a sequence classifier, generate for any other model."""
+    """generate: generate text. pooling: return vectors, for embeddings, scores and classification. auto: pooling for an
+    encoder (such as BERT) and a sequence classifier, generate for any other model."""
 
     max_model_len: int | None = None
     """Maximum number of tokens of one request, prompt and output together. Default: the model's own limit, or less if

@@ -375,7 +375,7 @@ class LLM(EngineAccess):
         if tools or formats.reasoning or any(turn.reader.tool_format for turn in turns):
             for turn, output in zip(turns, outputs, strict=True):
                 for answer in output.outputs:
-                    answer.message = turn.reader.parse(answer.text)
+                    answer.message = turn.reader.parse(answer.text, answer.special_offsets)
         return outputs
 
     def inspect(self, engine: int = 0) -> EngineSnapshot:

@@ -88,6 +88,8 @@ class CompletionOutput:
     logprobs:      one dict per token, from token id to Logprob: the token itself, and the requested most likely tokens.
     text_offsets:  with logprobs: number of characters of the answer before each token. A token that begins inside a
                    character has that character's offset. A stop string counts even if the text omits it.
+    special_offsets: with skip_special_tokens=False: index in the answer's text of the name of each special token. The
+                   same characters elsewhere are other tokens: the model has spelled the name.
     message:       from `LLM.chat` with tools or a reasoning parser: the text as content, reasoning and tool calls.
     weight_version: version of the weights that computed the last token (`LLM.update_weights`); 0: those of the start.
     weight_changes: (index of the first token of the answer that these weights computed, their version), in order. The
@@ -95,7 +97,8 @@ class CompletionOutput:
     routed_experts: int32[prompt and answer - 1, layers with experts, top_k], of a finished answer: the experts of each
                     token but the last, which no layer has seen. See `SamplingParams.return_routed_experts`.
     sampling_mask: the ids from which each token was drawn; see `SamplingParams.return_sampling_mask`.
-    With output_kind DELTA, text, token_ids, logprobs, text_offsets and sampling_mask have only the new part.
+    With output_kind DELTA, text, token_ids, logprobs, text_offsets, special_offsets and sampling_mask have only the new
+    part.
     """
 
     index: int
@@ -111,6 +114,7 @@ class CompletionOutput:
     weight_changes: tuple[tuple[int, WeightVersion], ...] = ((0, 0),)
     sampling_mask: SamplingMask | None = None
     routed_experts: np.ndarray | None = None
+    special_offsets: list[int] | None = None
 
     def finished(self) -> bool:
         """Return True if the answer is complete."""
@@ -128,6 +132,7 @@ class CompletionOutput:
             token_ids=self.token_ids + later.token_ids,
             logprobs=_joined(self.logprobs, later.logprobs),
             text_offsets=_joined(self.text_offsets, later.text_offsets),
+            special_offsets=_joined(self.special_offsets, later.special_offsets),
         )
 
 

@@ -139,9 +139,10 @@ def chat_turn(
     )
     tags = tool_format.markers if tool_format else ()
     if given is not None:
-        tags = (*tags, given.start, given.end)
+        tags = (*tags, *given.starts, *given.ends, *given.stops)
     added = (getattr(tokenizer, "added_tokens_decoder", None) or {}) if tags else {}
     special = {str(token) for token in added.values() if getattr(token, "special", False)}
+    names = frozenset(name for name in special if any(name in tag for tag in tags))
     grammar = {}
     if tool_format is not None and offered:
         grammar = tool_grammar(
@@ -152,7 +153,8 @@ def chat_turn(
             added_tokens={str(token): token_id for token_id, token in added.items()},
             special_tokens=special,
         )
-    return ChatTurn(prompt, reader, grammar, any(tag in special for tag in tags), continued)
+    reader = dataclasses.replace(reader, special=names)
+    return ChatTurn(prompt, reader, grammar, bool(names), continued)
 
 
 def _tool_format(found: ToolCallFormat | None, choice: ToolChoice, offered: Sequence[Tool]) -> ToolCallFormat:

@@ -133,6 +133,7 @@ class AnswerSink:
         self.reasoning = Channel()
         self.content = Channel()
         self.completed = 0  # number of complete calls
+        self.is_open = False  # the current call is not complete
         self._new_id = new_id
         self._max_calls = None if parallel else 1
         self._started = 0
@@ -145,6 +146,7 @@ class AnswerSink:
         self.content.mark_edge()
         self._flush()
         self._started += 1
+        self.is_open = True
         if not self._dropped:
             own = self._new_id() if call_id is None or call_id in self._ids else call_id
             self._ids.add(own)
@@ -157,6 +159,7 @@ class AnswerSink:
 
     def end_call(self) -> None:
         """End the current call, which is complete."""
+        self.is_open = False
         if not self._dropped:
             self.completed += 1
         self.content.mark_edge()

@@ -1,8 +1,7 @@
 """Parses answers: receives text in pieces of any size, and returns deltas of the message."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jpaged.params.reasoning_tags import ReasoningTags
@@ -10,6 +9,7 @@ from jpaged.parsers.answer import AnswerDelta, AnswerSink, ParsedAnswer
 from jpaged.parsers.known_tools import KnownTools
 from jpaged.parsers.reasoning import read_reasoning
 from jpaged.parsers.scanner import Scanner, Steps
+from jpaged.parsers.spelled_tags import HIDDEN, SpelledTags
 from jpaged.parsers.tool_formats import ToolCallFormat
 
 
@@ -23,6 +23,7 @@ class AnswerReader:
     forced:      the answer must be calls. A call that is cut off is then dropped instead of returned as content.
     schemas:     JSON schema of each tool's parameters, by its name. For dialects that write values without quotes.
     reasoning:   tags of reasoning, `opened` if the prompt has opened it; None if the model has no reasoning.
+    special:     names of special tokens in the tags. Such a name is a tag only if the token itself has written it.
     new_id:      returns a new id for a call. None: the format's own ids.
     """
 
@@ -32,19 +33,21 @@ class AnswerReader:
     forced: bool = False
     schemas: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     reasoning: ReasoningTags | None = None
+    special: frozenset[str] = frozenset()
     new_id: Callable[[], str] | None = None
 
     def new(self) -> "AnswerParser":
         """Return a parser for one answer."""
         return AnswerParser(self)
 
-    def parse(self, text: str) -> ParsedAnswer:
-        """Parse a whole answer."""
-        return self.parse_pieces([text])
+    def parse(self, text: str, special_offsets: Sequence[int] | None = None) -> ParsedAnswer:
+        """Parse a whole answer. special_offsets: as for `AnswerParser.feed`."""
+        return self.new().read(text, special_offsets)
 
     def parse_pieces(self, pieces: Iterable[str]) -> ParsedAnswer:
         """Parse an answer in pieces. The result does not depend on the cuts."""
-        return self.new().read(pieces)
+        parser = self.new()
+        return ParsedAnswer.of([*map(parser.feed, pieces), parser.finish()])
 
 
 class AnswerParser:
@@ -56,6 +59,7 @@ class AnswerParser:
         self._scanner = Scanner()
         self._forced = reader.forced
         self._sink = AnswerSink(new_id, parallel=reader.parallel)
+        self._spelled = SpelledTags(reader.special) if reader.special else None
         self._steps: Steps[None] | None = self._read(reader)
 
     @property
@@ -63,15 +67,21 @@ class AnswerParser:
         """True if the answer has a complete call."""
         return self._sink.completed > 0
 
-    def read(self, pieces: Iterable[str]) -> ParsedAnswer:
-        """Parse a whole answer."""
-        return ParsedAnswer.of(itertools.chain(map(self.feed, pieces), (self.finish() for _ in range(1))))
+    def read(self, text: str, special_offsets: Sequence[int] | None = None) -> ParsedAnswer:
+        """Parse a whole answer. special_offsets: as for `feed`."""
+        return ParsedAnswer.of([self.feed(text, special_offsets), self.finish()])
 
-    def feed(self, text: str) -> AnswerDelta:
-        """Append text, and return the delta that is certain now."""
+    def feed(self, text: str, special_offsets: Sequence[int] | None = None) -> AnswerDelta:
+        """Append text, and return the delta that is certain now.
+
+        special_offsets: indices of new special tokens in the answer, as in `CompletionOutput`. None: they are unknown,
+            and each name of a special token counts as the token.
+        """
+        if self._spelled is not None and special_offsets is not None:
+            text = self._spelled.hide(text, special_offsets)
         self._scanner.feed(text)
         self._resume()
-        return self._sink.pop_new()
+        return self._pop_new()
 
     def finish(self) -> AnswerDelta:
         """End the answer, and return the delta that was held back."""
@@ -81,7 +91,16 @@ class AnswerParser:
         self._resume()
         self._sink.reasoning.end()
         self._sink.content.end()
-        return self._sink.pop_new()
+        return self._pop_new()
+
+    def _pop_new(self) -> AnswerDelta:
+        delta = self._sink.pop_new()
+        if self._spelled is not None and self._spelled.found:
+            delta.reasoning = delta.reasoning.replace(HIDDEN, "")
+            delta.content = delta.content.replace(HIDDEN, "")
+            for call in delta.tool_calls:
+                call.arguments = call.arguments.replace(HIDDEN, "")
+        return delta
 
     def _resume(self) -> None:
         if self._steps is not None and next(self._steps, StopIteration) is StopIteration:

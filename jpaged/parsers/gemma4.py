@@ -4,7 +4,7 @@ import json
 import re
 
 from jpaged.parsers.answer import AnswerSink
-from jpaged.parsers.json_calls import Known
+from jpaged.parsers.json_calls import Known, discard, drop_brace, emit_call
 from jpaged.parsers.json_text import MAX_DEPTH, MAX_SCALAR, Emit
 from jpaged.parsers.known_tools import json_value
 from jpaged.parsers.scanner import Scanner, Steps
@@ -17,7 +17,6 @@ MAX_NAME = 256
 _NAME = re.compile(r"[\w.\-]++")
 _KEY = re.compile(r"[^:,<>{}\[\]]++")
 _BARE = re.compile(r"[^,<>{}\[\]]++")  # a number, a constant, or a string whose quotes the model forgot
-_ANY = frozenset[str]()
 
 
 def read(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
@@ -30,13 +29,22 @@ def _read_call(scanner: Scanner, sink: AnswerSink, known: Known, tag: str) -> St
     if not (yield from scanner.accept(tag)):
         return False
     name = yield from scanner.run(_NAME, MAX_NAME)
-    if not name or not known(name) or (yield from scanner.space()) != "{":
+    following = (yield from scanner.space()) if name else ""
+    if not name or not known(name):
+        if following == "{":
+            yield from _read_value(scanner, discard)  # text in the arguments of an unknown tool is no call
         return False
-    sink.start_call(name)
-    scanner.release()  # the call has begun, so its text cannot become content
-    if not (yield from _read_value(scanner, sink.arguments)):
+    if following == "{":
+        sink.start_call(name)
+        scanner.release()  # the call has begun, so its text cannot become content
+        if not (yield from _read_value(scanner, sink.arguments)):
+            return False
+        sink.end_call()
+        yield from drop_brace(scanner, sink)
+    elif (yield from scanner.accept("()")) or (yield from scanner.is_next(END)):
+        emit_call(sink, name, "{}")
+    else:
         return False
-    sink.end_call()
     scanner.hold()
     for tag_after in (END, RESULT):  # a model that does not stop goes on with a tag of the call's result
         yield from scanner.space()
@@ -49,26 +57,33 @@ def _read_call(scanner: Scanner, sink: AnswerSink, known: Known, tag: str) -> St
 def _read_value(scanner: Scanner, emit: Emit) -> Steps[bool]:
     """Consume a value, and emit it as JSON. Returns False before the first invalid character."""
     closing: list[str] = []  # closing brackets of the open objects and arrays
-    expected = "value"  # or "key", "comma", or with "first" before it: then a closing bracket may come instead
+    # Or "key", "comma", or with "first" or "more" (after a comma) before it: then a closing bracket may come instead.
+    expected = "value"
     while True:
         char = yield from scanner.space()
         if not char or not scanner.step():
             return False
         if expected == "comma" and char == ",":
-            emit(scanner.advance(scanner.pos + 1) + " ")
-            expected = "key" if closing[-1] == "}" else "value"
+            scanner.advance(scanner.pos + 1)
+            expected = "more key" if closing[-1] == "}" else "more value"
             continue
-        if closing and char == closing[-1] and expected not in ("key", "value"):
+        if closing and char == closing[-1] and expected != "value":
             emit(scanner.advance(scanner.pos + 1))
             closing.pop()
-        elif expected == "comma":
+            if not closing:
+                return True
+            expected = "comma"
+            continue
+        if expected == "comma":
             return False
-        elif expected.endswith("key"):
+        if expected.startswith("more"):
+            emit(", ")
+        if expected.endswith("key"):
             if not (yield from _read_key(scanner, emit)):
                 return False
             expected = "value"
             continue
-        elif char in "{[":
+        if char in "{[":
             if len(closing) == MAX_DEPTH:
                 return False
             emit(scanner.advance(scanner.pos + 1))
@@ -84,7 +99,7 @@ def _read_value(scanner: Scanner, emit: Emit) -> Steps[bool]:
             word = yield from scanner.run(_BARE, MAX_SCALAR)
             if not word or not (yield from scanner.peek()):
                 return False
-            emit(json_value(word.strip(), _ANY))
+            emit(json_value(word.strip(), frozenset(), scanner))
         if not closing:
             return True
         expected = "comma"

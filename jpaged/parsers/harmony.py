@@ -11,7 +11,7 @@ Source: OpenAI's description of the format (openai/harmony, docs/format.md).
 import re
 
 from jpaged.parsers.answer import AnswerSink
-from jpaged.parsers.json_calls import Known
+from jpaged.parsers.json_calls import Known, discard, drop_brace, emit_call
 from jpaged.parsers.json_text import read_value
 from jpaged.parsers.scanner import CALL_STEPS, Scanner, Steps
 
@@ -59,13 +59,12 @@ def _read_message(scanner: Scanner, sink: AnswerSink, known: Known, header: str)
             scanner.release()  # the call has begun, so its text cannot become content
             if (yield from read_value(scanner, sink.arguments)):
                 sink.end_call()
+                yield from drop_brace(scanner, sink)
         elif not following:  # cut off before its arguments
             scanner.release()
         elif (yield from scanner.accept(ENDS[1])):
-            sink.start_call(name)
             scanner.release()
-            sink.arguments("{}")
-            sink.end_call()
+            emit_call(sink, name, "{}")
             return
         else:
             text.append(scanner.release())
@@ -73,8 +72,10 @@ def _read_message(scanner: Scanner, sink: AnswerSink, known: Known, header: str)
         text = sink.reasoning if is_reasoning else sink.content
         scanner.release()
         text.next_paragraph()
-    else:
-        text.append(scanner.release())  # a tool that the request does not have
+    else:  # a tool that the request does not have: text in its arguments is no message
+        if (yield from scanner.space()) == "{":
+            yield from read_value(scanner, discard)
+        text.append(scanner.release())
     tag = yield from scanner.until((*ENDS, START, CHANNEL), text.append)
     text.mark_edge()
     if tag in (START, CHANNEL):  # the end tag is missing

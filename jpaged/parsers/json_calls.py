@@ -8,6 +8,7 @@ import msgspec
 from jpaged.parsers.answer import AnswerSink
 from jpaged.parsers.json_text import read_string, read_value
 from jpaged.parsers.scanner import CALL_STEPS, Scanner, Steps
+from jpaged.parsers.spelled_tags import HIDDEN
 
 NAME_KEY = "name"
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -50,12 +51,22 @@ class JsonTags:
 
 
 def close(scanner: Scanner, sink: AnswerSink, end: str) -> Steps[None]:
-    """Consume an end tag, and an extra brace before it, which small models often write."""
+    """Consume an end tag. Other text, and the white space before it, is content."""
     scanner.hold()
     yield from scanner.space()
-    yield from scanner.accept("}")
-    yield from scanner.space()
     if (yield from scanner.accept(end)):
+        scanner.release()
+    else:
+        sink.content.append(scanner.release())
+
+
+def drop_brace(scanner: Scanner, sink: AnswerSink) -> Steps[None]:
+    """Consume a brace too many after a complete call, which small models often write."""
+    if sink.is_open:
+        return
+    scanner.hold()
+    yield from scanner.space()
+    if (yield from scanner.accept("}")):
         scanner.release()
     else:
         sink.content.append(scanner.release())
@@ -74,6 +85,7 @@ def read_calls(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
     if first != "{" or not (yield from read_call(scanner, sink, known)):
         return False
     while True:
+        yield from drop_brace(scanner, sink)
         scanner.hold()
         char = yield from scanner.space()
         if in_list and char == "]":
@@ -91,10 +103,12 @@ def read_calls(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
 def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
     """Consume one call. The scanner is at its brace, and holds. Returns False like `read_calls`.
 
-    It is a call once the name and the beginning of the arguments are read. Invalid text after that is content.
+    It is a call once the name and the beginning of the arguments are read. Invalid text after that is content. A call
+    of an unknown tool is read to its end, so that text in its arguments is no call.
     """
     scanner.advance(scanner.pos + 1)
     name: str | None = None
+    refused = False  # the request has no tool with this name, or the arguments are not an object
     waiting: str | None = None  # arguments that came before the name
     complete = False  # the arguments are complete
     char = yield from scanner.space()
@@ -106,12 +120,13 @@ def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
         char = yield from scanner.space()
         if key == NAME_KEY and name is None:
             name = (yield from _text(scanner)) if char == '"' else None
-            if name is None or not known(name):
+            if name is None:
                 return False
-            if waiting is not None:
-                _emit_call(sink, name, waiting)
+            refused = refused or not known(name)
+            if waiting is not None and not refused:
+                emit_call(sink, name, waiting)
                 complete = True
-        elif key in ARGUMENT_KEYS and not complete and waiting is None:
+        elif key in ARGUMENT_KEYS and char in '{"n' and not (complete or refused or waiting is not None):
             if char == "{" and name is not None:
                 sink.start_call(name)
                 scanner.release()  # the call has begun, so its text cannot become content
@@ -124,10 +139,12 @@ def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
                 if waiting is None:
                     return False
                 if name is not None:
-                    _emit_call(sink, name, waiting)
+                    emit_call(sink, name, waiting)
                     complete = True
-        elif not (yield from read_value(scanner, _discard)):
-            return complete
+        else:
+            refused = refused or (key in ARGUMENT_KEYS and not complete and waiting is None)
+            if not (yield from read_value(scanner, discard)):
+                return complete
         char = yield from scanner.space()
         if char != ",":
             break
@@ -138,13 +155,16 @@ def read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
     if name is None:
         return False
     scanner.advance(scanner.pos + 1)
+    if refused:
+        return False
     if not complete:
-        _emit_call(sink, name, "{}")
+        emit_call(sink, name, "{}")
     return True
 
 
-def _emit_call(sink: AnswerSink, name: str, arguments: str) -> None:
-    sink.start_call(name)
+def emit_call(sink: AnswerSink, name: str, arguments: str, call_id: str | None = None) -> None:
+    """Append a complete call. call_id: the model's id."""
+    sink.start_call(name, call_id)
     sink.arguments(arguments)
     sink.end_call()
 
@@ -155,7 +175,7 @@ def _arguments(scanner: Scanner, char: str) -> Steps[str | None]:
         pieces: list[str] = []
         return "".join(pieces) if (yield from read_value(scanner, pieces.append)) else None
     if char == "n":
-        return "{}" if (yield from read_value(scanner, _discard)) else None
+        return "{}" if (yield from read_value(scanner, discard)) else None
     text = (yield from _text(scanner)) if char == '"' else None
     if text is None:
         return None
@@ -179,10 +199,10 @@ def _text(scanner: Scanner) -> Steps[str | None]:
     if not (yield from read_string(scanner, pieces.append)):
         return None
     try:
-        return msgspec.json.decode("".join(pieces), type=str)
+        return msgspec.json.decode("".join(pieces).replace(HIDDEN, ""), type=str)
     except (msgspec.DecodeError, UnicodeError):  # half a surrogate pair
         return None
 
 
-def _discard(piece: str) -> None:
+def discard(piece: str) -> None:
     """Drop a piece of a value that is skipped."""

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from jpaged.parsers.json_text import MAX_SCALAR
-from jpaged.parsers.pythonic import read_literal
+from jpaged.parsers.pythonic import python_number, read_literal
 from jpaged.parsers.scanner import Scanner
 
 MAX_REFERENCES = 32  # nested references and alternatives of a schema that are followed
 MAX_SCHEMAS = 256    # parts of a schema that are read for the types of one value
 STRING = frozenset({"string"})
 CONTAINERS = frozenset({"array", "object"})
+NUMBERS = frozenset({"number", "integer"})
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 
 _NUMBER = re.compile(r"-?+(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?+[0-9]++)?+")
@@ -32,6 +33,10 @@ class KnownTools:
     def __call__(self, name: str) -> bool:
         """Return True if the request has a tool with this name."""
         return name in self._names
+
+    def keys(self, tool: str) -> set[str]:
+        """Return the names of a tool's parameters, as a new set."""
+        return set(self._schemas.get(tool, {}).get("properties") or ())
 
     def types(self, tool: str, key: str) -> frozenset[str]:
         """Return the JSON types that a parameter may have. Empty: any type, because the schema does not say."""
@@ -85,10 +90,11 @@ def referenced(pointer: str, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def json_value(text: str, types: frozenset[str]) -> str:
+def json_value(text: str, types: frozenset[str], outer: Scanner) -> str:
     """Return a value that was written without quotes as JSON: of one of `types` if possible, otherwise as it looks.
 
-    Constants and containers may be written as in Python. Text that is nothing else is a string.
+    Constants, containers and, if the value can only be a number, numbers may be written as in Python. Text that is
+    nothing else is a string. outer: the answer's scanner, which counts the syntax tokens.
     """
     word = text.strip()
     allowed = types if "string" in types else TYPES
@@ -97,16 +103,20 @@ def json_value(text: str, types: frozenset[str]) -> str:
     number = _NUMBER if "number" in allowed else _INTEGER if "integer" in allowed else None
     if number is not None and len(word) <= MAX_SCALAR and number.fullmatch(word):
         return word
+    if types & NUMBERS and "string" not in types and (written := python_number(word)) is not None:
+        return written
     if word.lower() in ("true", "false") and "boolean" in allowed:
         return word.lower()
     if (word.startswith("{") and "object" in allowed) or (word.startswith("[") and "array" in allowed):
         scanner, pieces = Scanner(), list[str]()
         scanner.feed(word)
         scanner.ended = True
+        scanner.steps = outer.steps
         steps = read_literal(scanner, pieces.append)  # never yields, because the text is complete
         try:
             next(steps)
         except StopIteration as end:
+            outer.steps = scanner.steps
             if end.value and not scanner.rest().strip():
                 return "".join(pieces)
     return json.dumps(text, ensure_ascii=False)

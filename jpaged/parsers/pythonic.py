@@ -8,7 +8,7 @@ import math
 import re
 
 from jpaged.parsers.answer import AnswerSink
-from jpaged.parsers.json_calls import Known
+from jpaged.parsers.json_calls import Known, discard, emit_call
 from jpaged.parsers.json_text import MAX_DEPTH, MAX_SCALAR, Emit, escape_breaks
 from jpaged.parsers.scanner import CALL_STEPS, Scanner, Steps
 
@@ -24,6 +24,8 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", 
 _PLAIN = re.compile(r"""(?:[^'"\\\x00-\x1f]++|\\[nrtbf"\\])++""")
 _BREAKS = re.compile(r"[\n\t\r]++")
 _HEX = {"x": 2, "u": 4, "U": 8}
+_BELL = {"a": "\\u0007", "v": "\\u000b"}  # escapes that JSON does not have
+_OCTAL = re.compile(r"\\[0-7]{1,3}+")
 
 
 def read(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[None]:
@@ -76,22 +78,30 @@ def _read_call(scanner: Scanner, sink: AnswerSink, known: Known) -> Steps[bool]:
     """Consume one call. Returns False if it is not a call: the sink received nothing, and the scanner holds the text.
 
     The sink receives a call when it is complete. Python has more literals than JSON, such as tuples and sums, so only a
-    complete call is known to be translatable.
+    complete call is known to be translatable. A call of an unknown tool is read too, so that text in its arguments is
+    no call.
     """
     name = yield from scanner.run(_NAME, MAX_NAME)
-    if not name or not known(name) or (yield from scanner.space()) != "(":
+    if not name or (yield from scanner.space()) != "(":
         return False
+    is_call = known(name)
     scanner.advance(scanner.pos + 1)
     arguments: list[str] = []
     while True:
         char = yield from scanner.space()
         if char == ")":
             scanner.advance(scanner.pos + 1)
-            scanner.release()
-            sink.start_call(name)
-            sink.arguments("".join(arguments) + "}" if arguments else "{}")
-            sink.end_call()
-            return True
+            if is_call:
+                scanner.release()
+                emit_call(sink, name, "".join(arguments) + "}" if arguments else "{}")
+            return is_call
+        if char and char in "\"'[{":  # an argument without a name, which no tool has
+            is_call = False
+            if not scanner.step() or not (yield from read_literal(scanner, discard)):
+                return False
+            if (yield from scanner.space()) == ",":
+                scanner.advance(scanner.pos + 1)
+            continue
         key = (yield from scanner.run(_NAME, MAX_NAME)) if scanner.step() else None
         if not key or not key.isidentifier() or (yield from scanner.space()) != "=":
             return False
@@ -165,7 +175,8 @@ def _read_word(scanner: Scanner, emit: Emit) -> Steps[bool]:
         if match.end() < len(scanner.text) or scanner.ended:
             break
         yield
-    number = _json_number(match.group())
+    word = match.group()
+    number = _CONSTANTS.get(word) or python_number(word)
     if number is None:
         return False
     scanner.advance(match.end())
@@ -173,16 +184,17 @@ def _read_word(scanner: Scanner, emit: Emit) -> Steps[bool]:
     return True
 
 
-def _json_number(word: str) -> str | None:
-    """Return a constant, or a number as Python writes them (`+3`, `1_000`, `.5`, `0x10`), as JSON; otherwise None."""
-    if word in _CONSTANTS:
-        return _CONSTANTS[word]
+def python_number(word: str) -> str | None:
+    """Return a number as Python reads it (`+3`, `1_000`, `.5`, `0x10`, `007`), as JSON. None if it is not one."""
+    if len(word) > MAX_SCALAR or not word.isascii():
+        return None
     if _NUMBER.fullmatch(word):
         return word
-    try:
-        return str(int(word, 0))
-    except ValueError:
-        pass
+    for base in (0, 10):
+        try:
+            return str(int(word, base))
+        except ValueError:
+            pass
     try:
         number = float(word)
     except ValueError:
@@ -231,6 +243,19 @@ def _read_escape(scanner: Scanner, emit: Emit) -> Steps[bool]:
         return False
     if kind in 'nrtbf"\\/':
         emit(scanner.advance(scanner.pos + 2))
+        return True
+    if kind in _BELL:
+        scanner.advance(scanner.pos + 2)
+        emit(_BELL[kind])
+        return True
+    if kind in "01234567":
+        while len(scanner.text) - scanner.pos < 4 and not scanner.ended:
+            yield
+        match = _OCTAL.match(scanner.text, scanner.pos)
+        if match is None:
+            return False
+        scanner.advance(match.end())
+        emit(json.dumps(chr(int(match.group()[1:], 8)))[1:-1])
         return True
     digits = _HEX.get(kind)
     if digits is None:

@@ -86,16 +86,20 @@ class Scanner:
                 return ""
             yield
 
-    def accept(self, literal: str) -> Steps[bool]:
-        """Consume `literal` if it is next. Returns True if it was consumed."""
+    def is_next(self, literal: str) -> Steps[bool]:
+        """Return True if `literal` is next. Consumes nothing."""
         while True:
             there = self.text[self.pos : self.pos + len(literal)]
-            if there == literal:
-                self.advance(self.pos + len(literal))
-                return True
-            if self.ended or not literal.startswith(there):
-                return False
+            if there == literal or self.ended or not literal.startswith(there):
+                return there == literal
             yield
+
+    def accept(self, literal: str) -> Steps[bool]:
+        """Consume `literal` if it is next. Returns True if it was consumed."""
+        found = yield from self.is_next(literal)
+        if found:
+            self.advance(self.pos + len(literal))
+        return found
 
     def run(self, pattern: re.Pattern[str], most: int) -> Steps[str | None]:
         """Consume and return all characters that a pattern matches; None if there are more than `most`."""

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from jpaged.parsers.answer import AnswerSink
-from jpaged.parsers.json_calls import Known
+from jpaged.parsers.json_calls import Known, discard, drop_brace, emit_call
 from jpaged.parsers.json_text import read_value
 from jpaged.parsers.scanner import Scanner, Steps
 from jpaged.parsers.sections import Section
@@ -45,30 +45,39 @@ class TaggedJson:
         call_id = None
         if name and self.is_id and (match := _KIMI_ID.fullmatch(name)):
             name, call_id = match["name"], name
-        if not name or not known(name):
+        if not name:
             return False
         yield from scanner.space()
-        if not (yield from scanner.accept(self.separator)):
+        separated = yield from scanner.accept(self.separator)
+        following = yield from scanner.space()
+        if separated and following == "{" and not known(name):
+            yield from read_value(scanner, discard)  # text in the arguments of an unknown tool is no call
+        if not known(name):
             return False
-        empty = False
-        if (yield from scanner.space()) != "{":
-            empty = yield from scanner.accept(self.call_end)
-            if not empty:
+        if not (separated and following == "{"):
+            fenced = separated and self.fence != "" and (yield from scanner.accept(self.fence))
+            if not fenced and not (yield from scanner.accept(self.call_end)):
                 return False
+            emit_call(sink, name, "{}", call_id)
+            yield from self._close(scanner, sink)
+            return True
         sink.start_call(name, call_id)
         scanner.release()  # the call has begun, so its text cannot become content
-        if empty:
-            sink.arguments("{}")
-        elif not (yield from read_value(scanner, sink.arguments)):
+        if not (yield from read_value(scanner, sink.arguments)):
             return False
         sink.end_call()
+        yield from drop_brace(scanner, sink)
+        yield from self._close(scanner, sink)
+        return True
+
+    def _close(self, scanner: Scanner, sink: AnswerSink) -> Steps[None]:
+        """Consume the tags at the end of a call, which may be missing."""
         scanner.hold()
-        for tag_after in (self.fence, self.call_end) if not empty else ():
+        for tag in (self.fence, self.call_end):
             yield from scanner.space()
-            if (yield from scanner.accept(tag_after)):
+            if (yield from scanner.accept(tag)):
                 scanner.hold()
         sink.content.append(scanner.release())
-        return True
 
 
 def _deepseek(separator: str, kind: str = "", fence: str = "") -> TaggedJson:

@@ -14,9 +14,9 @@ from jpaged.parsers.known_tools import CONTAINERS, STRING, KnownTools, json_valu
 from jpaged.parsers.pythonic import read_literal
 from jpaged.parsers.scanner import Scanner, Steps
 from jpaged.parsers.sections import Section
+from jpaged.parsers.value_ends import ARGUMENT_STEPS, ValueEnds, skip_arguments
 
 MAX_NAME = 256
-ARGUMENT_STEPS = 5  # syntax tokens that an argument costs: its tags and its key
 
 _NAME = re.compile(r"[\w.\-]++")
 _KEY = re.compile(r"[^<>\"\n]++")
@@ -28,7 +28,7 @@ class XmlTags:
 
     A call is `NAME name_end (key KEY key_end value VALUE value_end)* call_end`, after the section's tag of a call.
     key_ends:   the texts after a key, each with the types that it says the value has; None: the schema's types.
-    value:      tag before a value; "" if there is none.
+    value:      tag before a value; "" if there is none. Then `key_end` may be missing.
     lines:      the value is on lines of its own, so a line break around it is not part of it.
     """
 
@@ -51,12 +51,15 @@ class XmlTags:
         if not (yield from scanner.accept(tag)):
             return False
         name = yield from scanner.run(_NAME, MAX_NAME)
-        if not name or not known(name) or not (yield from scanner.accept(self.name_end)):
+        if not name or not (yield from scanner.accept(self.name_end)):
+            return False
+        if not known(name):
+            yield from skip_arguments(scanner, sink, self.key, self.value_end)
             return False
         yield from scanner.space()
-        begun, opening = False, "{"
+        begun, opening, ends = False, "{", ValueEnds(self, known.keys(name))
         while True:
-            ended = yield from scanner.accept(self.call_end)
+            ended = (yield from scanner.accept(self.call_end)) or (yield from ends.call_ends(scanner, begun=begun))
             if not ended and not (scanner.step(ARGUMENT_STEPS) and (yield from scanner.accept(self.key))):
                 return False
             if not begun:
@@ -66,51 +69,52 @@ class XmlTags:
             if ended:
                 break
             key = yield from scanner.run(_KEY, MAX_NAME)
-            if not key:
+            types, found = (yield from self._read_key_end(scanner)) if key else (None, False)
+            if not key or not found:
                 return False
-            types, found = None, False
-            for key_end, said in self.key_ends:
-                if not found and (yield from scanner.accept(key_end)):
-                    types, found = said, True
-            if not found:
-                return False
-            if self.value:
-                yield from scanner.space()
-                if not (yield from scanner.accept(self.value)):
-                    return False
             sink.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
+            ends.keys.discard(key)
             types = known.types(name, key) if types is None else types
-            if not (yield from self._read_value(scanner, sink.arguments, types)):
+            if not (yield from self._read_value(scanner, sink.arguments, types, ends)):
                 return False
             yield from scanner.space()
         sink.arguments("{}" if opening == "{" else "}")
         sink.end_call()
         return True
 
-    def _read_value(self, scanner: Scanner, emit: Emit, types: frozenset[str]) -> Steps[bool]:
+    def _read_key_end(self, scanner: Scanner) -> Steps[tuple[frozenset[str] | None, bool]]:
+        """Consume the tags between a key and its value. Returns the types that they say; False if a tag is missing."""
+        types, found = None, False
+        for key_end, said in self.key_ends:
+            if not found and (yield from scanner.accept(key_end)):
+                types, found = said, True
+        if self.value:
+            yield from scanner.space()
+            found = yield from scanner.accept(self.value)
+        return types, found
+
+    def _read_value(self, scanner: Scanner, emit: Emit, types: frozenset[str], ends: ValueEnds) -> Steps[bool]:
         """Consume a value and its end tag, and emit it as JSON. Returns False if it breaks off."""
-        ends = ("\n" + self.value_end, self.value_end) if self.lines else (self.value_end,)
         if self.lines:
             yield from scanner.accept("\n")
         if types <= {"string", "null"} and types & STRING:
+            closing = ("\n" + self.value_end, self.value_end) if self.lines else (self.value_end,)
             for null in ("null", "None") if "null" in types else ():
-                for end in ends:
+                for end in closing:
                     if (yield from scanner.accept(null + end)):
                         emit("null")
                         return True
             emit('"')
-            found = yield from scanner.until(
-                ends, lambda text: emit(json.dumps(text, ensure_ascii=False)[1:-1]), cut=False
-            )
+            found = yield from ends.read(scanner, lambda text: emit(json.dumps(text, ensure_ascii=False)[1:-1]))
             emit('"' if found else "")
-            return found is not None
+            return found
         if types & CONTAINERS and not types & STRING and (yield from scanner.space()) in ("{", "["):
             if not (yield from read_literal(scanner, emit)):
                 return False
             yield from scanner.space()
-            return (yield from scanner.accept(self.value_end))
+            return (yield from scanner.accept(self.value_end)) or (yield from ends.value_ends(scanner))
         pieces: list[str] = []
-        found = yield from scanner.until(ends, pieces.append, cut=False)
-        emit(json_value("".join(pieces), types) if found else "")
-        return found is not None
+        found = yield from ends.read(scanner, pieces.append)
+        emit(json_value("".join(pieces), types, scanner) if found else "")
+        return found

@@ -87,7 +87,7 @@ class MessageRun:
                     usage.output_tokens = 0
                     yield MessageStart(message=msgspec.structs.replace(self.message, content=[], usage=usage))
                     yield Ping()
-                delta = self._parser.feed(new.text)
+                delta = self._parser.feed(new.text, new.special_offsets)
                 for event in self._add(delta):
                     yield event
                 if new.finish_reason is not None:

@@ -47,9 +47,9 @@ class ChatAnswers:
         self._before = before
         self._states: dict[int, _State] = {}
 
-    def message(self, choice: int, text: str) -> AssistantMessage:
-        """Return the message of a complete answer."""
-        answer = self._state(choice).parser.read([text])
+    def message(self, choice: int, text: str, special_offsets: list[int] | None = None) -> AssistantMessage:
+        """Return the message of a complete answer. special_offsets: as in CompletionOutput."""
+        answer = self._state(choice).parser.read(text, special_offsets)
         message = AssistantMessage(content=answer.content)
         if self._tools.raw is not None:
             call = CustomCall(self._tools.raw, answer.content or "")
@@ -71,7 +71,7 @@ class ChatAnswers:
         """Return the delta of an update, or None if nothing is new. The first delta of an answer has its role."""
         first = new.choice not in self._states
         state = self._state(new.choice)
-        delta = state.parser.feed(new.text)
+        delta = state.parser.feed(new.text, new.special_offsets)
         ended = new.finish_reason is not None
         if ended:
             end = state.parser.finish()

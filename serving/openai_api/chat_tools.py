@@ -46,7 +46,7 @@ class ChatTools:
         headers = turn.reader.tool_format
         if headers is not None and not headers.reads_reasoning:
             headers = None
-        plain = AnswerReader(tool_format=headers, reasoning=turn.reader.reasoning)
+        plain = AnswerReader(tool_format=headers, reasoning=turn.reader.reasoning, special=turn.reader.special)
         return dataclasses.replace(turn, reader=plain, grammar=dict(self.grammar))
 
 

@@ -87,6 +87,7 @@ class Update:
     finish_reason: str | None   # 'stop', 'length' or 'repetition' at the end; None before
     stop_reason: int | str | None
     weight_versions: list[WeightVersionSpan] | UnsetType = UNSET  # at the end
+    special_offsets: list[int] | None = None    # as in CompletionOutput
 
 
 class Progress:
@@ -207,8 +208,9 @@ async def updates(outputs: Outputs, n: int, progress: Progress) -> AsyncGenerato
                     ids, logprobs, offsets = sent
                 spans = UNSET if output.finish_reason is None else weight_spans(output, count)
                 yield Update(
-                    choice, output.text, length, ids, logprobs, offsets, output.finish_reason, output.stop_reason, spans
-                )
+                    choice, output.text, length, ids, logprobs, offsets, output.finish_reason, output.stop_reason,
+                    spans, output.special_offsets,
+                )  # fmt: skip
 
 
 def weight_spans(output: CompletionOutput, num_tokens: int) -> list[WeightVersionSpan]:

@@ -178,7 +178,7 @@ async def _choice(body: ChatFields, answers: ChatAnswers, output: CompletionOutp
     """Return a complete answer. index: of the choice."""
     choice = ChatChoice(
         index=index,
-        message=answers.message(output.index, output.text),
+        message=answers.message(output.index, output.text, output.special_offsets),
         finish_reason=answers.finish_reason(output.index, output.finish_reason),
         stop_reason=output.stop_reason,
     )

@@ -90,7 +90,7 @@ class ResponseOutput:
         """Add an update of the answer, and yield its events. end: the response's status if this is the last update."""
         if self._tokens is not None:
             self._tokens.add(new)
-        yield from self._add(self._parser.feed(new.text))
+        yield from self._add(self._parser.feed(new.text, new.special_offsets))
         if end is None:
             return
         yield from self._add(self._parser.finish())

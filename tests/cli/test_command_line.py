@@ -15,6 +15,7 @@ from jpaged.cli.flags import engine as flags
 from jpaged.cli.flags import groups
 from jpaged.cli.flags.access import AccessFlags
 from jpaged.cli.flags.chat import ChatFlags
+from jpaged.cli.flags.config_file import words_of
 from jpaged.cli.flags.sampling import SamplingFlags
 from jpaged.config import SCHEDULING_POLICIES, EngineConfig
 from jpaged.engine.scheduling.waiting_queue import POLICIES
@@ -47,7 +48,8 @@ def test_help_of_scheduling_options(capsys):
     text = " ".join(line.strip("│ ") for line in capsys.readouterr().out.splitlines())
     for shown in (
         "--scheduling-policy {fcfs,priority,shortest_first}", "--target-step-ms FLOAT", "--max-queued-requests INT",
-        "--max-queued-tokens INT", "--swap-space FLOAT", "--max-num-partial-prefills INT", "(default: fcfs)",
+        "--max-queued-tokens INT", "--swap-space FLOAT", "--fused-layers {true,false}", "an encoder (such as BERT)",
+        "--max-num-partial-prefills INT", "(default: fcfs)",
     ):  # fmt: skip
         assert shown in text
     assert not any("\n" in doc for doc in flags.field_docs(EngineConfig).values())
@@ -175,6 +177,23 @@ def test_engine_flags_become_options():
     assert options["dtype"] == "float32"
     assert EngineConfig(**options)
     assert options["seed"] == EngineConfig(model="demo").seed
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("True", True), ("1", True), ("false", False), ("False", False), ("0", False)]
+)
+def test_a_boolean_without_a_default_has_a_value(word, value):
+    parsed = cli.parse(["serve", "demo", "--fused-layers", word])
+    assert flags.engine_options(parsed.engine, parsed.model_argument)["fused_layers"] is value
+    assert words_of("fused-layers", value) == ["--fused-layers", str(value).lower()]
+    assert words_of("enable-prefix-caching", value) == [f"--{'' if value else 'no-'}enable-prefix-caching"]
+
+
+def test_a_boolean_is_not_any_word(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(["serve", "demo", "--fused-layers", "maybe"])
+    said = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert "'maybe' is neither true (or 1) nor false (or 0)" in said
 
 
 def test_chat_flags_of_serve_reach_the_server(monkeypatch):

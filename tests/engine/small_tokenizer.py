@@ -30,6 +30,7 @@ class SmallTokenizer:
         backend.add_tokens(["<tool>"])
         assert backend.token_to_id("<tool>") == ADDED
         self.backend_tokenizer = backend
+        self.added_tokens_decoder = backend.get_added_tokens_decoder()
         self.ids = {token: i for i, token in enumerate(tokens)}
 
     def __len__(self) -> int:

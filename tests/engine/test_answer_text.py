@@ -98,6 +98,7 @@ def test_every_part_of_a_text_works_as_a_stop_string(include: bool):
 def test_deltas_joined_are_the_answer(prompt: list[int], cut: int, interval: int | None):
     whole = text_of(tokens_of(prompt))
     common = {"stop": [whole[cut : cut + 4]] if cut else [], "logprobs": 2, "stream_interval": interval}
+    common["skip_special_tokens"] = cut != 11
     once = run(prompt, params(**common, output_kind=FINAL_ONLY), stream=True)
     assert len(once) == 1
     cumulative = run(prompt, params(**common), stream=True)
@@ -197,6 +198,11 @@ def test_offsets_are_the_starts_of_tokens(prompt: list[int], skip: bool):
     offsets = [*got.text_offsets, len(got.text)]
     assert len(offsets) == len(got.token_ids) + 1
     assert offsets == sorted(offsets)
+    if skip:
+        assert got.special_offsets is None
+    else:  # an incomplete character before a special token ends there
+        ends = [offset for offset, token_id in zip(offsets[1:], got.token_ids, strict=True) if token_id == SPECIAL]
+        assert [offset + len("<|end|>") for offset in got.special_offsets] == ends
     for index, token_id in enumerate(got.token_ids):
         entry, own = got.logprobs[index][token_id], got.text[offsets[index] : offsets[index + 1]]
         if token_id == SPECIAL and skip:

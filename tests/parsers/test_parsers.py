@@ -12,6 +12,7 @@ from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.parsers.answer import ParsedAnswer
 from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.known_tools import schema_types
+from jpaged.parsers.scanner import MAX_STEPS
 from jpaged.parsers.tool_formats import FORMATS
 from tests.support import dialects
 from tests.support.tool_calls import RECORDED, TOOLS, reader
@@ -153,6 +154,8 @@ PARTS = st.sampled_from([
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "```",
     "```json", "<think>", "</think>", '{"name": "now", "arguments": {', '{"name": "search", "parameters": {"q": ',
     '[TOOL_CALLS]search[ARGS]{"q": "', "[now(), search(q='", "search(", "q=", "now", "}", "}}", "[", "]", "{", "1",
+    "<function=search>\n<parameter=q>", "<parameter=tags>", "</parameter>", "</function>",
+    "<arg_key>q</arg_key><arg_value>",
     '"', "'", ",", ":", ";", ")", "\\", "\\u00", "\\n", " ", "\n", "-1.5", "tr", "None", "\x00", "é",
 ])  # fmt: skip
 TEXTS = st.lists(PARTS | st.text(max_size=3), max_size=25).map("".join)
@@ -255,6 +258,14 @@ def test_hostile_text_costs_a_bounded_number_of_steps(name):
                 assert len(scanner.text) - scanner.pos <= 1_100
             parser.finish()
             assert scanner.pos == len(scanner.text)
+
+
+def test_lists_without_quotes_share_the_limit_of_an_answer():
+    """Once each value had a limit of its own, and a megabyte of lists took over a second."""
+    count = 2 * MAX_STEPS // 2_000
+    values = "".join(f"<parameter=k{i}>\n[{'1,' * 999}1]\n</parameter>\n" for i in range(count))
+    (call,) = reader("qwen3_coder").parse(f"{dialects.QWEN}{values}</function>").tool_calls
+    assert 1 < call.arguments.count(": [") <= count // 2
 
 
 FORCED = {

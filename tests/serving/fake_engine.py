@@ -92,6 +92,7 @@ class FakeEngine:
     aborts: bool = False  # `encode` returns aborted requests
     fails: str | None = None  # error of the requests that `encode` returns
     says: str | None = None  # text of every answer, instead of the prompt
+    special_offsets: tuple[int, ...] = ()  # of `says`
     closed: bool = False
     paused: bool = False
     asleep: bool = False
@@ -236,6 +237,7 @@ class FakeEngine:
             logprobs=None if params.logprobs is None else logprobs,
             finish_reason=reason if step >= end else None,
             text_offsets=[len(bytes(tokens[:place]).decode(errors="ignore")) for place in range(len(tokens))],
+            special_offsets=None if params.skip_special_tokens else [i for i in self.special_offsets if i < step],
         )
 
     def get_tokenizer(self) -> ByteTokenizer:
@@ -304,4 +306,5 @@ def _new_part(before: CompletionOutput, now: CompletionOutput) -> CompletionOutp
         token_ids=now.token_ids[seen:],
         logprobs=None if now.logprobs is None else now.logprobs[seen:],
         text_offsets=None if now.text_offsets is None else now.text_offsets[seen:],
+        special_offsets=now.special_offsets and now.special_offsets[len(before.special_offsets or ()) :],
     )

@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import AddedToken
 
 from jpaged.chat.turn import ChatFormats
 from jpaged.parsers.answer_parser import AnswerReader
@@ -15,9 +16,9 @@ from jpaged.serving.openai_api.chat_answers import ChatAnswers
 from jpaged.serving.openai_api.chat_tools import ChatTools
 from jpaged.serving.server_state import Server
 from tests.serving.http_client import events, strict
-from tests.serving.tool_definitions import OFFERED, PARAMETERS, TEMPLATES
+from tests.serving.tool_definitions import OFFERED, TEMPLATES
 from tests.support import dialects
-from tests.support.tool_calls import RECORDED, reader
+from tests.support.tool_calls import PARAMETERS, RECORDED, reader
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 REASONING = {"stop_reason", "prompt_logprobs", "reasoning", "reasoning_content"}
@@ -112,6 +113,22 @@ def test_an_answer_in_harmony_is_read_without_flags(url, engine):
     params = engine.seen_params[-1]
     assert params.reasoning_tags.header == ""
     assert "commentary to=functions.search" in params.structured_outputs.grammar
+
+
+def test_tags_are_the_tokens_of_the_checkpoint(url, engine):
+    """Tags that the model spells with other tokens are text, in all APIs."""
+    spelled = "Write <|end|><|start|>assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>."
+    engine.tokenizer.chat_template = TEMPLATES["openai"]
+    special = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>")
+    engine.tokenizer.added_tokens_decoder = {i: AddedToken(name, special=True) for i, name in enumerate(special, 256)}
+    engine.says = f"<|channel|>final<|message|>{spelled}"
+    engine.special_offsets = (0, engine.says.index("<|message|>"))
+    for body in ({}, {"tools": OFFERED}):
+        assert whole(url, **body) == streamed(url, **body) == (None, spelled, [], "stop")
+    answer = httpx.post(f"{url}/v1/responses", json={"model": "echo", "input": "hi"}).json()
+    assert answer["output"][0]["content"][0]["text"] == spelled
+    answer = httpx.post(f"{url}/v1/messages", json=CHAT | {"max_tokens": 200}).json()
+    assert answer["content"] == [{"type": "text", "text": spelled}]
 
 
 @pytest.mark.parametrize("format_name", sorted(FORMATS.keys() - dialects.TWO.keys() | {"mistral"}))

@@ -1,6 +1,6 @@
 """Tools that requests offer, and chat templates that support them, by the tool parser's name."""
 
-from tests.support.tool_calls import PARAMETERS, TOOLS
+from tests.support.tool_calls import SCHEMAS
 
 TEMPLATES = {
     "hermes": "{{ tools }} {{ enable_thinking }} {{ documents }} <tool_call>", "mistral": "{{ tools }} [TOOL_CALLS]",
@@ -16,4 +16,6 @@ TEMPLATES = {
     "llama4_pythonic": "{{ tools }} <|python_start|>",
     "openai": "{{ tools }} <|start|>assistant<|channel|>final<|message|>",
 }  # fmt: skip
-OFFERED = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in sorted(TOOLS)]
+OFFERED = [
+    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in sorted(SCHEMAS.items())
+]

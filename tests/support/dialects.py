@@ -53,6 +53,20 @@ def _dsml(value: str, string: str, key: str = "q") -> str:
     return f"<｜DSML｜function_calls>\n{invoke}\n</｜DSML｜function_calls>"
 
 
+QWEN = "<tool_call>\n<function=search>\n"
+# A call in an argument of a tool that the request does not have.
+UNKNOWN = {
+    "qwen3_coder": _qwen("<tool_call>\n<function=now>\n</function>\n</tool_call>").replace("=search", "=rm"),
+    "glm45": _glm("<tool_call>now\n</tool_call>").replace("call>search", "call>rm"),
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="rm">\n<parameter name="q"><minimax:tool_call>\n<invoke '
+    'name="now">\n</invoke></minimax:tool_call></parameter>\n</invoke>\n</minimax:tool_call>',
+    "deepseek_v31": '<｜tool▁call▁begin｜>rm<｜tool▁sep｜>'
+    '{"q": "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"}',
+    "gemma4": '<|tool_call>call:rm{q:<|"|><|tool_call>call:now{}<tool_call|><|"|>}<tool_call|>',
+    "openai": '<|channel|>commentary to=functions.rm json<|message|>{"q": "<|start|>assistant<|channel|>commentary '
+    'to=functions.now json<|message|>{}"}',
+}
+
 # (format, text of the model, expected content, expected calls); content `...` is the text itself.
 RECORDED = [
     *((name, text, None, EXPECTED_TWO) for name, text in TWO.items()),
@@ -85,6 +99,32 @@ RECORDED = [
     ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\nhel", None, [("search", '{"q": "hel')]),
     ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=opts>\n{oops}\n</parameter>\n</function>\n</tool_call>",
      "oops}\n</parameter>\n</function>\n</tool_call>", [("search", '{"opts": {')]),
+    # A missing end tag, before another parameter of the tool or the end of the calls.
+    ("qwen3_coder", f"{QWEN}<parameter=q>\na\nb\n<parameter=days>\n3\n</function>\n</tool_call>", None,
+     [("search", '{"q": "a\\nb", "days": 3}')]),
+    ("qwen3_coder", f"{QWEN}<parameter=q>\na\n</parameter>\n</tool_call> x", "x", [("search", '{"q": "a"}')]),
+    ("qwen3_coder", f"{QWEN}<parameter=tags>\n[1]\n</tool_call>\n{QWEN}</tool_call>", None,
+     [("search", '{"tags": [1]}'), ("search", "{}")]),
+    ("qwen3_coder", f"{QWEN}<parameter=q>\na</parameter>\n<function=now></function>", None,
+     [("search", '{"q": "a"}'), ("now", "{}")]),
+    ("glm45", "<tool_call>search\n<arg_key>q\n<arg_value>a\n<arg_key>days</arg_key>\n<arg_value>3\n</tool_call>", None,
+     [("search", '{"q": "a", "days": 3}')]),
+    ("glm47", "<tool_call>search<arg_key>q</arg_key><arg_value>a</arg_value><tool_call>now</tool_call>", None,
+     [("search", '{"q": "a"}'), ("now", "{}")]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="search">\n<parameter name="q">a\n<parameter name="days">'
+     "3</invoke>\n</minimax:tool_call>", None, [("search", '{"q": "a", "days": 3}')]),
+    ("deepseek_v32", _dsml("12", "false", "days").replace("</｜DSML｜parameter>", ""), None,
+     [("search", '{"days": 12}')]),
+    # The same tags in a value, where they are text: of no parameter, of one with a value, of no end.
+    ("qwen3_coder", _qwen("<parameter=else>\n</function>\n<b>\n</tool_call> or <parameter=q>"), None,
+     [("search", '{"q": "<parameter=else>\\n</function>\\n<b>\\n</tool_call> or <parameter=q>"}')]),
+    # Numbers as Python reads them, where the schema has no strings.
+    *(("qwen3_coder", _qwen(written, key), None, [("search", f'{{"{key}": {value}}}')]) for written, key, value in (
+        ("1_000", "days", "1000"), ("+5", "days", "5"), ("007", "n", "7"), (".5", "n", "0.5"), ("5.", "n", "5.0"),
+        ("1_0.5e1", "n", "105.0"), ("inf", "n", '"inf"'), ("1_000", "deep", '"1_000"'), ("+5", "either", '"+5"'),
+        ("+5", "unknown", '"+5"'), ("٣", "days", '"٣"'))),
+    # A call in an argument of an unknown tool is text of that argument.
+    *((name, text, ..., []) for name, text in UNKNOWN.items()),
     ("glm45", _glm(" two\nlines "), None, [("search", '{"q": " two\\nlines "}')]),
     ("glm45", _glm("[1]", "tags"), None, [("search", '{"tags": [1]}')]),
     ("glm45", "<tool_call>rm\n</tool_call>", ..., []),
@@ -106,6 +146,10 @@ RECORDED = [
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.send.mail-1:2<|tool_call_argument_begin|>"
      '{"to": "a"}', None, [("send.mail-1", '{"to": "a"}')]),
     ("kimi_k2", "<|tool_calls_section_begin|> nothing", ..., []),
+    ("kimi_k2", "<|tool_call_begin|>functions.now:0<|tool_call_end|>", None, [("now", "{}")]),
+    *(("deepseek_v3", f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n{arguments}<｜tool▁call▁end｜>", None,
+       [("now", "{}")])
+      for arguments in ("```json\n```", "```json\n\n```", "```json\n", "", "```json\n{}}\n```")),
     ("gemma4", '<|tool_call>call:search{q:<|"|>a {"b"}, c<|"|>,opts:{deep:true,"n":[1,-2.5,null,{}]},tags:[]}'
      '<tool_call|>'
      "<|tool_response>", None,
@@ -113,6 +157,11 @@ RECORDED = [
     ("gemma4", "<|tool_call>call:search{q:two words}<tool_call|> x", "x", [("search", '{"q": "two words"}')]),
     ("gemma4", '<|tool_call>call:search{<|"|>q<|"|>:<|"|>a', None, [("search", '{"q": "a')]),
     ("gemma4", "<|tool_call>call:rm{}<tool_call|>", ..., []),
+    ("gemma4", "<|tool_call>call:now<tool_call|><|tool_call>call:now()<tool_call|>", None,
+     [("now", "{}"), ("now", "{}")]),
+    ("gemma4", "<|tool_call>call:now", ..., []),
+    ("gemma4", "<|tool_call>call:search{tags:[1,2,],n:3,}<tool_call|>", None, [("search", '{"tags": [1, 2], "n": 3}')]),
+    ("gemma4", '<|tool_call>call:search{q:"a",}<tool_call|>', None, [("search", '{"q": "\\"a\\""}')]),  # as in vLLM
     ("granite", '[{"name": "now", "arguments": {}}]', None, [("now", "{}")]),
     ("granite", '<tool_call>[{"name": "search", "arguments": {"q": 1}}]', None, [("search", '{"q": 1}')]),
     ("granite", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', None, [("now", "{}")]),

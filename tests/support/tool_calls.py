@@ -4,7 +4,7 @@ from jpaged.parsers.answer_parser import AnswerReader
 from jpaged.parsers.tool_formats import FORMATS
 from tests.support import dialects
 
-TOOLS = frozenset({"get_weather", "search", "now", "send.mail-1"})
+TOOLS = frozenset({"get_weather", "search", "now", "send.mail-1", "nothing"})
 PARAMETERS = {  # of each tool
     "type": "object",
     "properties": {
@@ -16,11 +16,14 @@ PARAMETERS = {  # of each tool
 }  # fmt: skip
 
 
+SCHEMAS = dict.fromkeys(TOOLS, PARAMETERS) | {"nothing": {"type": "object", "properties": {}}}
+
+
 def reader(format_name: str | None, **options) -> AnswerReader:
     """Return a reader with a fixed call id."""
     made = FORMATS[format_name] if format_name else None
     names = options.pop("tool_names", TOOLS)
-    schemas = dict.fromkeys(names, PARAMETERS)
+    schemas = {name: SCHEMAS.get(name, PARAMETERS) for name in names}
     return AnswerReader(tool_format=made, tool_names=names, schemas=schemas, new_id=lambda: "id", **options)
 
 
@@ -48,6 +51,11 @@ RECORDED = [
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [("now", "{}")]),
     ("hermes", '<tool_call>[{"name": "now", "arguments": {}}, {"name": "search", "arguments": {"q":[-1.5e3,true]}}]'
      "</tool_call>", None, [("now", "{}"), ("search", '{"q": [-1.5e3, true]}')]),
+    ("llama3_json", '{"name": "now", "parameters": {}}}', None, [("now", "{}")]),
+    ("json", '[{"name": "now", "arguments": {}}}, {"name": "search"}]', None, [("now", "{}"), ("search", "{}")]),
+    ("mistral", "[TOOL_CALLS]now[ARGS]{}}", None, [("now", "{}")]),
+    ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}}]', None, [("now", "{}")]),
+    ("mistral", '[TOOL_CALLS]search[ARGS]{"q": ,}}', ",}}", [("search", '{"q": ')]),  # not complete
     # Not calls: an unknown tool, no name, no object, no JSON, half a tag.
     ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', ..., []),
     ("hermes", 'See <tool_call>{"arguments": {}}</tool_call>.', ..., []),
@@ -78,6 +86,18 @@ RECORDED = [
      "Wait.", [("search", '{"q": "a [ARGS] b"}'), ("now", "{}")]),
     ("mistral", '[TOOL_CALLS]search{"q": 1}', None, [("search", '{"q": 1}')]),
     ("mistral", "[TOOL_CALLS]rm[ARGS]{}", ..., []),
+    # No arguments at all. At the end of a text they may be cut off.
+    ("mistral", "[TOOL_CALLS]now[ARGS][TOOL_CALLS]search[ARGS]{}", None, [("now", "{}"), ("search", "{}")]),
+    ("mistral", "[TOOL_CALLS]search[ARGS]", ..., []),
+    ("mistral", "[TOOL_CALLS]nothing[ARGS]", None, [("nothing", "{}")]),
+    # A call in an argument of an unknown tool is text of that argument.
+    ("mistral", '[TOOL_CALLS]rm[ARGS]{"q": "[TOOL_CALLS]now[ARGS]{}"}', ..., []),
+    ("mistral", '[TOOL_CALLS] [{"name": "rm", "arguments": {"q": "[TOOL_CALLS]now[ARGS]{}"}}]', ..., []),
+    ("mistral", '[TOOL_CALLS] [{"arguments": ["[TOOL_CALLS]now[ARGS]{}"], "name": "now"}]', ..., []),
+    ("pythonic", "[rm(q='<|python_start|>[now()]')]", ..., []),
+    ("pythonic", "[rm('<|python_start|>[now()]', 1)]", ..., []),
+    ("pythonic", r"[search(q='\a\v\0\x00\101\18\q')]", None,
+     [("search", r'{"q": "\u0007\u000b\u0000\u0000A\u00018\\q"}')]),
     ("pythonic", "[get_weather(city='New York', days=2), now()]", None,
      [("get_weather", '{"city": "New York", "days": 2}'), ("now", "{}")]),
     ("pythonic", """[search(q="it's \\"ok\\"", opts={'deep': True, "n": [1, -2.5, None,],}, tags=[])]""", None,

@@ -14,8 +14,11 @@ from typing import Any
 
 BASE = os.environ.get("TOUR_BASE_URL", "")  # server of the demo model, without /v1
 EMBEDDING_BASE = os.environ.get("TOUR_EMBEDDING_URL", "")  # the same model with --runner pooling
+ENCODER_BASE = os.environ.get("TOUR_ENCODER_URL", "")  # tiny encoder with the model name "encoder"; see `WORDS`
+RERANKER_BASE = os.environ.get("TOUR_RERANKER_URL", "")  # tiny cross-encoder with the same name
 MODEL = "demo"
 PROMPT = "def read_json(path):"
+WORDS = ["w5 w60 w7", "w100 w200", "w8 w9 w10 w11"]  # texts for the encoders, which know w3 to w319
 WEATHER = {
     "type": "object", "required": ["city", "unit"], "additionalProperties": False,
     "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"type": "string", "enum": ["C", "F"]}},
@@ -70,6 +73,20 @@ def raises(kind: type[Exception], says: str, function: Callable[..., Any], **arg
     assert caught is not None, f"no {kind.__name__}"
     assert says in str(caught), str(caught)
     return caught
+
+
+def scores(query: str, documents: list[str]) -> list[float]:
+    """Return the scores of /score of the cross-encoder, without a client."""
+    body = json.dumps({"model": "encoder", "text_1": query, "text_2": documents}).encode()
+    request = urllib.request.Request(f"{RERANKER_BASE}/score", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return [one["score"] for one in json.load(answer)["data"]]
+
+
+def best_first(query: str, documents: list[str]) -> list[tuple[str, float]]:
+    """Return the documents with their scores, the best one first."""
+    pairs = zip(documents, scores(query, documents), strict=True)
+    return sorted(pairs, key=lambda pair: -pair[1])
 
 
 def wait_until_idle(seconds: float = 20.0) -> None:

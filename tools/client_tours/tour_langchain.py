@@ -1,9 +1,14 @@
-"""Tour of `langchain-openai`: chat and Responses, streams, tools, structured output, completions, embeddings."""
+"""Tour of `langchain-openai`: chat and Responses, streams, tools, structured output, completions, embeddings.
+
+And of `langchain-cohere`: rerankers.
+"""
 
 import asyncio
 from typing import Any, Literal
 
-from checks import BASE, EMBEDDING_BASE, MODEL, PROMPT, Checks
+from checks import BASE, EMBEDDING_BASE, ENCODER_BASE, MODEL, PROMPT, RERANKER_BASE, WORDS, Checks, best_first
+from langchain_cohere import CohereRerank
+from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
@@ -99,6 +104,27 @@ def main() -> None:
     with checks.check("OpenAIEmbeddings: embed_documents, check_embedding_ctx_length=False"):
         vectors = OpenAIEmbeddings(**embed, check_embedding_ctx_length=False).embed_documents([PROMPT, "x"])
         assert [len(vector) for vector in vectors] == [256, 256]
+    with checks.check("OpenAIEmbeddings of an encoder: embed_documents, embed_query and their asyncio versions"):
+        encoder = OpenAIEmbeddings(
+            **embed | {"base_url": f"{ENCODER_BASE}/v1", "model": "encoder"}, check_embedding_ctx_length=False
+        )
+        vectors = encoder.embed_documents(WORDS)
+        assert [len(vector) for vector in vectors] == [64] * 3
+        assert all(abs(sum(x * x for x in vector) - 1) < 1e-5 for vector in vectors)
+        assert vectors[1] == encoder.embed_query(WORDS[1]) == asyncio.run(encoder.aembed_query(WORDS[1]))
+    documents = [Document(text) for text in WORDS]
+    with checks.check("CohereRerank with an encoder: compress_documents"):
+        reranker = CohereRerank(base_url=ENCODER_BASE, cohere_api_key="none", model="encoder", top_n=2)
+        ranked = reranker.compress_documents(documents, WORDS[1])
+        assert ranked[0].page_content == WORDS[1]
+        assert abs(ranked[0].metadata["relevance_score"] - 1) < 1e-4  # the cosine of a text with itself
+        assert len(ranked) == 2
+    with checks.check("CohereRerank with a cross-encoder: compress_documents and rerank"):
+        reranker = CohereRerank(base_url=RERANKER_BASE, cohere_api_key="none", model="encoder", top_n=3)
+        found = [(each.page_content, each.metadata["relevance_score"])
+                 for each in reranker.compress_documents(documents, WORDS[0])]  # fmt: skip
+        assert found == best_first(WORDS[0], WORDS)
+        assert [WORDS[one["index"]] for one in reranker.rerank(WORDS, WORDS[0], top_n=2)] == [t for t, _ in found[:2]]
     checks.write()
 
 

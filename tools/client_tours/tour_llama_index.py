@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, Literal
 
-from checks import BASE, EMBEDDING_BASE, MODEL, PROMPT, Checks
+from checks import BASE, EMBEDDING_BASE, ENCODER_BASE, MODEL, PROMPT, RERANKER_BASE, WORDS, Checks, best_first
 from llama_index.core.llms import ChatMessage
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
@@ -73,6 +73,22 @@ def main() -> None:
         vectors = embed.get_text_embedding_batch(TEXTS)
         assert [len(vector) for vector in vectors] == [256] * 3
         assert max(abs(a - b) for a, b in zip(vectors[1], embed.get_query_embedding(PROMPT), strict=True)) < 1e-5
+    with checks.check("embeddings of an encoder: get_text_embedding_batch and get_query_embedding"):
+        encoder = OpenAILikeEmbedding(
+            model_name="encoder", api_base=f"{ENCODER_BASE}/v1", api_key="none", max_retries=0
+        )
+        vectors = encoder.get_text_embedding_batch(WORDS)
+        assert [len(vector) for vector in vectors] == [64] * 3
+        assert vectors[1] == encoder.get_query_embedding(WORDS[1])
+    for name, of_words in {
+        "CohereRerank": CohereRerank(base_url=RERANKER_BASE, api_key="none", model="encoder", top_n=3),
+        "JinaRerank": JinaRerank(base_url=f"{RERANKER_BASE}/v1", api_key="none", model="encoder", top_n=3),
+    }.items():
+        with checks.check(f"rerankers: {name} with a cross-encoder"):
+            words = [NodeWithScore(node=TextNode(text=text)) for text in WORDS]
+            found = [(each.node.get_content(), each.score) for each in
+                     of_words.postprocess_nodes(words, query_str=WORDS[0])]  # fmt: skip
+            assert found == best_first(WORDS[0], WORDS)
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
     rerankers = {
         "CohereRerank": lambda: CohereRerank(base_url=EMBEDDING_BASE, api_key="none", model=MODEL, top_n=2),

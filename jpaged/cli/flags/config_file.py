@@ -5,9 +5,11 @@ Imported late: YAML and the server, which only `--config` needs.
 
 import json
 import pathlib
+import typing
 from collections.abc import Sequence
 from typing import Any
 
+from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 
 FLAG = "--config"
@@ -76,6 +78,8 @@ def words_of(name: str, value: Any) -> list[str]:
     match value:
         case None:
             return []
+        case bool() if typing.get_type_hints(EngineConfig).get(name.replace("-", "_")) == bool | None:
+            return [f"--{name}", str(value).lower()]
         case bool():
             return [f"--{name}" if value else f"--no-{name}"]
         case dict():

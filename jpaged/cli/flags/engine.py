@@ -61,6 +61,26 @@ JSON_OBJECT: Any = tyro.constructors.PrimitiveConstructorSpec(
     str_from_instance=lambda value: [json.dumps(value)],
 )
 
+BOOL_WORDS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def _bool(words: list[str]) -> bool:
+    """Parse a flag's value as a boolean. Raises ValueError, which tyro prints next to the flag."""
+    value = BOOL_WORDS.get(words[0].lower())
+    if value is None:
+        raise ValueError(f"{words[0]!r} is neither true (or 1) nor false (or 0)")
+    return value
+
+
+# A boolean whose default, None, means that the engine decides.
+OPTIONAL_BOOL: Any = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{true,false}",
+    instance_from_str=_bool,
+    is_instance=lambda value: value is None or isinstance(value, bool),
+    str_from_instance=lambda value: [str(value).lower()],
+)
+
 ModelArgument = Annotated[
     tyro.conf.Positional[str | None],
     tyro.conf.arg(metavar="[MODEL]", help_behavior_hint=""),
@@ -89,6 +109,8 @@ def annotated_flag(name: str, hint: Any, help_text: str, default: Any) -> Any:
     """Annotate a field's type with its help. The help shows no default of None, which the text explains."""
     if hint in (Mapping[str, Any] | None, SpeculationConfig | None):
         return Annotated[hint, JSON_OBJECT, tyro.conf.arg(help=help_text, help_behavior_hint="")]
+    if hint == bool | None:
+        return Annotated[hint, OPTIONAL_BOOL, tyro.conf.arg(help=help_text, help_behavior_hint="")]
     optional = isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
     if name in CHOICES:
         return Annotated[hint, tyro.conf.arg(help=help_text, metavar="{" + ",".join(CHOICES[name]) + "}")]

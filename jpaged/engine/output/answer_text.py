@@ -1,5 +1,7 @@
 """Text of one answer: detokenizes its tokens, ends at a stop string, and returns the whole text or the new part."""
 
+from collections.abc import Mapping
+
 from jpaged.engine.output.detokenizer import Detokenizer
 from jpaged.engine.output.stop_strings import StopText
 from jpaged.params.sampling import SamplingParams
@@ -12,12 +14,17 @@ class AnswerText:
         inside a character has the offset of that character. Characters of a stop string that is cut off are counted.
     """
 
-    def __init__(self, detokenizer: Detokenizer, params: SamplingParams):
+    def __init__(
+        self, detokenizer: Detokenizer, params: SamplingParams, special_names: Mapping[int, str] | None = None
+    ):
+        """special_names: of special tokens by their ids, if the text has them."""
         stop, include = params.stop, params.include_stop_str_in_output
         self.offsets: list[int] | None = None if params.logprobs is None else []
         self._detokenizer = detokenizer
         self._stop = StopText(tuple(stop), include=include) if stop else None
-        self._plain = self._stop is None and self.offsets is None
+        self._special_names = special_names or {}
+        self._special_offsets: list[int] | None = [] if special_names else None
+        self._plain = self._stop is None and self.offsets is None and not special_names
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._length = 0  # characters so far, including held-back ones
@@ -33,7 +40,12 @@ class AnswerText:
                 self._new.append(piece)
             return None
         self.add_without_text(token_id)
-        return self._append_text(self._detokenizer.add(token_id))
+        piece = self._detokenizer.add(token_id)
+        name = self._special_names.get(token_id)
+        if name is not None and self._special_offsets is not None:
+            before = len(piece) - len(name) if piece.endswith(name) else 0
+            self._special_offsets.append(self._length + before)
+        return self._append_text(piece)
 
     def add_without_text(self, token_id: int) -> None:
         """Append a token that has no text because it ends the answer."""
@@ -62,6 +74,19 @@ class AnswerText:
         text = "".join(self._new)
         self._new.clear()
         return text
+
+    def special_offsets(self, *, new: bool) -> list[int] | None:
+        """Return the index of each special token's name in the text. None if the text has no special tokens.
+
+        new: only those since the last call. An answer uses either all or the new ones, not both.
+        """
+        offsets = self._special_offsets
+        if not offsets:
+            return None if offsets is None else []
+        if not new:
+            return list(offsets)
+        self._special_offsets = []
+        return offsets
 
     def _append_text(self, piece: str) -> str | None:
         if not piece:

@@ -24,6 +24,7 @@ class AnswerWriter:
     def __init__(self, tokenizer: Any = None):
         """tokenizer: None means that answers have no text."""
         self._decoder: TextDecoder | None = None if tokenizer is None else text_decoder(tokenizer)
+        self._special_names = special_names(tokenizer)
 
     def new_text(self, params: SamplingParams, prompt: Sequence[int]) -> AnswerText | None:
         """Text of a new answer to a prompt. None if there is no tokenizer, or the caller wants no text."""
@@ -34,7 +35,7 @@ class AnswerWriter:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
             after=prompt,
         )
-        return AnswerText(detokenizer, params)
+        return AnswerText(detokenizer, params, None if params.skip_special_tokens else self._special_names)
 
     def append(self, request: Request, token_id: int, now: float) -> RequestStatus | None:
         """Append a sampled or forced token. now: `time.monotonic()`. Returns the end state if it ends the request.
@@ -146,6 +147,12 @@ class AnswerWriter:
             raise EngineError("a reasoning budget needs a tokenizer")
         exact = self._decoder.token_bytes(token_id)
         return self._decoder.token_text(token_id).encode() if exact is None else exact
+
+
+def special_names(tokenizer: Any) -> dict[int, str]:
+    """Return the name of each special token of a tokenizer, by its id. {} if the tokenizer does not show them."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {token_id: str(token) for token_id, token in added.items() if getattr(token, "special", False)}
 
 
 def stop_reason(request: Request, token_id: int) -> int | None:

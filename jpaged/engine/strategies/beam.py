@@ -160,6 +160,7 @@ class BeamStrategy(Strategy):
             finish_reason=found.finish_reason or (status.value if status.is_end else None),
             stop_reason=stop_reason(first, token_ids[-1]) if stopped else None,
             text_offsets=None if text is None else text.offsets,
+            special_offsets=None if text is None else text.special_offsets(new=False),
             weight_version=changes[-1][1],
             weight_changes=changes,
         )

@@ -172,4 +172,5 @@ def _completion(request: Request, *, delta: bool) -> CompletionOutput:
         changes,
         None if output.kept_ids is None else SamplingMask(output.kept_ids[first:]),
         output.routed.array(len(token_ids) - 1) if output.routed and status.is_end else None,
+        None if text is None else text.special_offsets(new=delta),
     )

@@ -55,6 +55,7 @@ class _Answer:
         whole.token_ids = list(whole.token_ids)
         whole.logprobs = None if whole.logprobs is None else list(whole.logprobs)
         whole.text_offsets = None if whole.text_offsets is None else list(whole.text_offsets)
+        whole.special_offsets = None if self.text is None else self.text.special_offsets(new=False)
         return whole
 
 
@@ -95,7 +96,7 @@ class RequestTexts:
                 answer.finish_reason, answer.stop = "stop", found[1]
                 self.stopped.append((0, answer.num_tokens))
             if self._deltas:
-                new.text = text.new()
+                new.text, new.special_offsets = text.new(), text.special_offsets(new=True)
         if not self._deltas:
             answer.extend(new)
             if self._params.output_kind is RequestOutputKind.FINAL_ONLY:
@@ -136,7 +137,7 @@ class RequestTexts:
             if new.finish_reason is not None and new.finish_reason != "error":
                 text.end()
             if self._deltas:
-                new.text = text.new()
+                new.text, new.special_offsets = text.new(), text.special_offsets(new=True)
             new.text_offsets = None if text.offsets is None else text.offsets[first : answer.num_tokens]
         if new.logprobs is not None:
             for token_id, entries in zip(new.token_ids, new.logprobs, strict=True):
