@@ -1,7 +1,8 @@
-"""The state machine of `engine_machine` for a model with recurrent layers."""
+"""The state machine of `engine_machine` for a model with recurrent layers, also with verify steps."""
 
 from jpaged.engine.step_plan import RecurrentSizes
 from tests.engine.engine_machine import EngineMachine
+from tests.engine.speculating_machine import SpeculatingMachine
 
 
 class HybridMachine(EngineMachine):
@@ -14,3 +15,18 @@ class HybridMachine(EngineMachine):
     def recurrent_sizes(self, rows: int, number: int) -> RecurrentSizes | None:
         """Slots of recurrent state. number: decides them."""
         return RecurrentSizes(rows, num_snapshots=(0, 1, 3, 8, 40)[number % 5], interval=1 + number // 5 % 3)
+
+
+class SpeculatingHybridMachine(HybridMachine, SpeculatingMachine):
+    """Drafts on a model with recurrent layers. Counts snapshots that verify steps have taken."""
+
+    def step(self) -> None:
+        super().step()
+        states = self.engine.scheduler.manager.states
+        assert states is not None
+        plans = [step.plan.drafts for step in self.engine.scheduler._newest if step.plan.drafts is not None]
+        self.reached["reserved slots"] += any((drafts.snapshots >= 0).any() for drafts in plans)
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert not self.engine.scheduler.manager.states._reserved, "a slot that no step will free"
