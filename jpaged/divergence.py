@@ -64,7 +64,7 @@ def divergence(
     rounded = None
     if kv_cache_dtype != "auto":
         kv_format = KVFormat.choose(model.spec, kv_cache_dtype, model.dtype, jax.devices()[0], model.kv_scales)
-        kv_groups = group_layers(model.spec.windows, length, model.spec.recurrent)
+        kv_groups = group_layers(model.spec.windows, length, model.spec.attends, model.spec.recurrent)
         rounded = kv_groups, tuple(kv_format.create_pages(model.spec, kv_groups, length, 1, None))
     kls, same = [], []
     total = sum(len(window) - 1 for window in windows)

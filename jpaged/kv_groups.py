@@ -5,8 +5,9 @@
    in page array j. A block is one page in each array, so any KV group can use any block, and one pool serves all kinds.
 3. A request has one block table per KV group. A KV group with a window frees the blocks before the window.
 
-A recurrent layer keeps no KV, so it is in no KV group. Its state has a place after the page arrays, one for each such
-layer. All of them share a place after the KV groups.
+A layer has one place for each of its mixers, KV first. A recurrent layer without attention keeps no KV, so it is in no
+KV group. Its state has a place after the page arrays, one for each such layer. All of them share a place after the KV
+groups. A layer with attention and a state has two places.
 
 If all layers are of one kind, there is one KV group with one page array per layer. The design is that of vLLM's hybrid
 KV cache manager.
@@ -21,7 +22,7 @@ MAX_GROUPS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVPlace:
-    """KV group and page array of a layer. Of a recurrent layer: the number of KV groups, and an index after them."""
+    """KV group and page array of a layer. Of recurrent state: the number of KV groups, and an index after those."""
 
     kv_group: int    # index
     page_array: int  # index
@@ -32,16 +33,25 @@ class KVGroups:
     """KV groups of a model."""
 
     windows: tuple[int | None, ...]  # by KV group: number of keys that a query sees, itself included; None = all
-    places: tuple[KVPlace, ...]      # by layer
+    places: tuple[tuple[KVPlace, ...], ...]  # by layer: one for each of its mixers (`DecoderSpec.mixers`)
     num_arrays: int                  # page arrays; the last KV group of a kind may have fewer layers
 
+    @property
+    def num_layers(self) -> int:
+        """Number of layers with KV."""
+        return sum(place.page_array < self.num_arrays for places in self.places for place in places)
+
     def of_layers(self, layers: range) -> "KVGroups":
-        """KV groups of a pipeline stage. It has the same block tables, and page arrays for its own layers only."""
+        """KV groups of a pipeline stage. It has the same block tables, and page arrays for its own layers only.
+
+        Models with recurrent layers have no stages.
+        """
         counts = [0] * len(self.windows)
         places = []
-        for kv_group in (self.places[layer].kv_group for layer in layers):
-            places.append(KVPlace(kv_group, counts[kv_group]))
-            counts[kv_group] += 1
+        for layer in layers:
+            (place,) = self.places[layer]
+            places.append((KVPlace(place.kv_group, counts[place.kv_group]),))
+            counts[place.kv_group] += 1
         return KVGroups(self.windows, tuple(places), max(counts))
 
     def __str__(self) -> str:
@@ -51,11 +61,11 @@ class KVGroups:
 
 
 def group_layers(
-    windows: Sequence[int | None], max_model_len: int, recurrent: Sequence[bool] = ()
+    windows: Sequence[int | None], max_model_len: int, attends: Sequence[bool] = (), recurrent: Sequence[bool] = ()
 ) -> KVGroups:
     """Cut layers into KV groups. windows: sliding window of each layer; None: no window.
 
-    recurrent: True for each layer without attention; (): all layers have attention.
+    attends: True for each layer with attention; (): all layers. recurrent: True for each layer with a state; (): none.
 
     A KV group has at most `size` layers. The chosen size gives a request of max_model_len tokens the fewest pages,
     unused pages included; on a tie, the largest size wins. Sizes that give more than MAX_GROUPS KV groups are excluded.
@@ -65,8 +75,8 @@ def group_layers(
     # A window of max_model_len or more hides nothing. To support layers with different page shapes, add the shape to
     # the keys of `layers`.
     kinds = [None if window is None or window >= max_model_len else window for window in windows]
-    attends = [i for i in range(len(kinds)) if not (recurrent and recurrent[i])]
-    layers = {kind: [i for i in attends if kinds[i] == kind] for kind in dict.fromkeys(kinds[i] for i in attends)}
+    with_kv = [i for i in range(len(kinds)) if not attends or attends[i]]
+    layers = {kind: [i for i in with_kv if kinds[i] == kind] for kind in dict.fromkeys(kinds[i] for i in with_kv)}
 
     def num_groups(size: int, kind: int | None) -> int:
         return -(-len(layers[kind]) // size)
@@ -79,15 +89,15 @@ def group_layers(
     allowed = [size for size in sizes if sum(num_groups(size, kind) for kind in layers) <= most]
     size = min(allowed, key=num_token_slots)  # on a tie the first, which is the largest
     group_windows: list[int | None] = []
-    places: dict[int, KVPlace] = {}
+    places: list[tuple[KVPlace, ...]] = [() for _ in kinds]
     for kind, members in layers.items():
         for index, layer in enumerate(members):
             if index % size == 0:
                 group_windows.append(kind)
-            places[layer] = KVPlace(len(group_windows) - 1, index % size)
-    for index, layer in enumerate(layer for layer in range(len(kinds)) if layer not in places):
-        places[layer] = KVPlace(len(group_windows), size + index)
-    return KVGroups(tuple(group_windows), tuple(places[layer] for layer in range(len(kinds))), size)
+            places[layer] = (KVPlace(len(group_windows) - 1, index % size),)
+    for index, layer in enumerate(layer for layer, has_state in enumerate(recurrent) if has_state):
+        places[layer] += (KVPlace(len(group_windows), size + index),)
+    return KVGroups(tuple(group_windows), tuple(places), size)
 
 
 def window_blocks(window: int, chunk: int, block_size: int) -> int:

@@ -7,8 +7,8 @@ Never: knows requests or block tables, or reads pages: attention is an argument.
 1. `decode` embeds the tokens and runs the layers in an unrolled loop. All requests' tokens are on one axis. Only
    attention knows the tokens of each request.
 2. Attention is the argument `attend`: over KV pages when serving, dense and causal for training and checks. `decode`
-   only passes `pages` through. Layers may share an entry of `pages` (`jpaged.kv_groups`). Layers with a state per
-   request have it in place of pages (`recurrent`).
+   only passes `pages` through. Layers may share an entry of `pages` (`jpaged.kv_groups`). A recurrent layer has an
+   entry with its state per request (`recurrent`). A layer may have both.
 3. `lm_head` turns hidden states into logits. For a pooling model it returns normalised hidden states or label scores.
 
 All layers of a kind call one jitted function, so tracing and lowering cost the same at any depth.
@@ -44,7 +44,7 @@ from jpaged.models.spec import (
     AttentionOptions,
     DecoderSpec,
     Encoder,
-    GatedDelta,
+    Mixer,
     Norm,
     NormPosition,
     Params,
@@ -118,7 +118,7 @@ def decode(
     rope_lens: Int[Array, " tokens"] | None = None,
     real: Bool[Array, " tokens"] | None = None,
     num_tokens: Int[Array, ""] | None = None,
-    places: Sequence[KVPlace] | None = None,
+    places: Sequence[tuple[KVPlace, ...]] | None = None,
     gated_dot: str | None = None,
     fused: str | None = None,
     shards: Shards = WHOLE,
@@ -144,7 +144,7 @@ def decode(
     real:      False for padding tokens, which go to no expert. None: no token is padding.
     num_tokens: number of needed tokens, which come first. Results of the rest are undefined. None: all tokens are
                needed, and every matmul has a gradient.
-    places:    KV group and page array of each layer.
+    places:    of each layer: KV group and page array of each of its mixers.
     gated_dot: implementation of `pallas_kernels.gated_dot`, used with `num_tokens`. None: the best one.
     fused:     implementation of `fused_layer`, used with `num_tokens` by the layers that it does not refuse. None:
                XLA's operations.
@@ -169,10 +169,11 @@ def decode(
     angles = {rope: rope_angles(spec, rope, positions, rope_lens) for rope in ropes}
     factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
-        metadata, places = (metadata,), [KVPlace(kv_group=0, page_array=i) for i in range(len(pages))]
+        metadata = (metadata,)
+        places = [(KVPlace(kv_group=0, page_array=i),) * len(spec.mixers(layer)) for i, layer in enumerate(layers)]
     new_pages, choices, captured, normed = list(pages), [], [], None
     takes_fused = fused is not None and num_tokens is not None and adapter_slots is None
-    for i, matrices, place in zip(layers, params["layers"], places, strict=True):
+    for i, matrices, of_mixers in zip(layers, params["layers"], places, strict=True):
         if i in capture:
             captured.append(x)
         rope = spec.layer_rope(i)
@@ -187,7 +188,7 @@ def decode(
         if of_layer is not None:
             next_norm = params["attn_norm"] if i + 1 < layers.stop else None
             norms = LayerNorms(params["mlp_norm"], next_norm, jnp.asarray(i - first_layer, jnp.int32))
-        x, normed, new_pages[place.page_array], choice = _layer(
+        x, normed, kept, choice = _layer(
             x,
             normed,
             norms,
@@ -195,8 +196,11 @@ def decode(
                 spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
                 query_factors=grown, fused=of_layer,
             ),
-            new_pages[place.page_array], metadata[place.kv_group], options=spec.mixer(i), attend=attend,
+            tuple(new_pages[place.page_array] for place in of_mixers),
+            tuple(metadata[place.kv_group] for place in of_mixers), mixers=spec.mixers(i), attend=attend,
         )  # fmt: skip
+        for place, of_mixer in zip(of_mixers, kept, strict=True):
+            new_pages[place.page_array] = of_mixer
         if choice is not None:
             choices.append(choice)
     if layers.stop == spec.num_layers and layers.stop in capture:
@@ -228,7 +232,7 @@ def decode_layer(
     leaves: Params,
     x: Float[Array, "batch length hidden"],
     *,
-    options: AttentionOptions | GatedDelta,
+    mixers: tuple[Mixer, ...],
     rope: Rope | None,
     growth: QueryScaling | None = None,
     watch: Callable[[str, Array], None] | None = None,
@@ -244,9 +248,8 @@ def decode_layer(
     cos, sin = (None, None) if rope is None else rope_angles(spec, rope, positions, jnp.full(len(positions), length))
     factors = None if growth is None else query_factors(growth, positions)
     context = LayerContext(spec, WeightLayout(), leaves, cos, sin, watch=watch, query_factors=factors)
-    out, *_ = _run_layer(
-        x.reshape(-1, hidden), context, None, positions.reshape(batch, length), options, dense_causal_attend
-    )
+    kept, metadata = (None,) * len(mixers), (positions.reshape(batch, length),) * len(mixers)
+    out, *_ = _run_layer(x.reshape(-1, hidden), context, kept, metadata, mixers, dense_causal_attend)
     return out.reshape(x.shape)
 
 
@@ -366,19 +369,20 @@ def _embed(
     return normalise("embed_norm", x, context) if spec.embed_norm else x
 
 
-@functools.partial(jax.jit, static_argnames=("options", "attend"))
+@functools.partial(jax.jit, static_argnames=("mixers", "attend"))
 def _layer(
     x: Float[Array, "tokens hidden"],
     normed: Float[Array, "tokens hidden"] | None,
     norms: LayerNorms | None,
     context: LayerContext,
-    pages: Pages | State,
-    metadata: Metadata,
+    kept: Sequence[Pages | State],
+    metadata: Sequence[Metadata],
     *,
-    options: AttentionOptions | GatedDelta,
+    mixers: tuple[Mixer, ...],
     attend: Attend,
 ) -> tuple[
-    Float[Array, "tokens hidden"], Float[Array, "tokens hidden"] | None, Pages, Int[Array, "tokens per_token"] | None
+    Float[Array, "tokens hidden"], Float[Array, "tokens hidden"] | None, tuple[Pages | State, ...],
+    Int[Array, "tokens per_token"] | None,
 ]:  # fmt: skip
     """`_run_layer`, jitted. Layers with equal shapes and options share one trace.
 
@@ -386,43 +390,44 @@ def _layer(
     norms: of a fused layer, which applies the next layer's first norm to its output: the second result.
     """
     if norms is None:
-        x, pages, choice = _run_layer(x, context, pages, metadata, options, attend)
-        return x, None, pages, choice
+        x, new, choice = _run_layer(x, context, kept, metadata, mixers, attend)
+        return x, None, new, choice
+    (options,) = mixers
     assert isinstance(options, AttentionOptions), "`refuse_fused` refuses recurrent layers"
     normed = normalise("attn_norm", x, context) if normed is None else normed
     sinks = context.params["sinks"] if context.spec.sinks else None
-    out, pages = attend(_project(normed, context), pages, metadata, options, sinks)
+    out, pages = attend(_project(normed, context), kept[0], metadata[0], options, sinks)
     x, normed = finish_layer(x, out.reshape(x.shape[0], -1), context, norms)
-    return x, normed, pages, None
+    return x, normed, (pages,), None
 
 
 def _run_layer(
     x: Float[Array, "tokens hidden"],
     context: LayerContext,
-    pages: Pages | State,
-    metadata: Metadata,
-    options: AttentionOptions | GatedDelta,
+    kept: Sequence[Pages | State],
+    metadata: Sequence[Metadata],
+    mixers: tuple[Mixer, ...],
     attend: Attend,
-) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
-    """Attention or a recurrent layer, then the feed-forward network, with norms and residual sums.
+) -> tuple[Float[Array, "tokens hidden"], tuple[Pages | State, ...], Int[Array, "tokens per_token"] | None]:
+    """Attention, a recurrence, or the sum of both, then the feed-forward network, with norms and residual sums.
 
-    Without experts, the third result is None.
+    kept, metadata: one for each of the mixers. Without experts, the third result is None.
     """
     is_first = context.spec.norm_position in (NormPosition.PRE, NormPosition.SANDWICH)
     is_first &= "attn_norm" in context.params  # `DecoderSpec.first_norm`
     normed = normalise("attn_norm", x, context) if is_first else x
-    return run_normed_layer(x, normed, context, pages, metadata, options, attend)
+    return run_normed_layer(x, normed, context, kept, metadata, mixers, attend)
 
 
 def run_normed_layer(
     x: Float[Array, "tokens hidden"],
     normed: Float[Array, "tokens width"],
     context: LayerContext,
-    pages: Pages | State,
-    metadata: Metadata,
-    options: AttentionOptions | GatedDelta,
+    kept: Sequence[Pages | State],
+    metadata: Sequence[Metadata],
+    mixers: tuple[Mixer, ...],
     attend: Attend,
-) -> tuple[Float[Array, "tokens hidden"], Pages, Int[Array, "tokens per_token"] | None]:
+) -> tuple[Float[Array, "tokens hidden"], tuple[Pages | State, ...], Int[Array, "tokens per_token"] | None]:
     """`_run_layer` after its first norm. normed: input of q, k and v, which is wider than x in an EAGLE-3 head."""
     spec = context.spec
 
@@ -430,10 +435,15 @@ def run_normed_layer(
         """Apply the norm `name`, if this model has a norm in one of these positions."""
         return normalise(name, x, context) if spec.norm_position in positions else x
 
-    if isinstance(options, GatedDelta):
-        out, pages = mix_by_state(options, normed, context, pages, metadata)
-    else:
-        out, pages = _attention(normed, context, pages, metadata, options, attend)
+    outs, new = [], []
+    for mixer, of_mixer, tokens in zip(mixers, kept, metadata, strict=True):
+        if isinstance(mixer, AttentionOptions):
+            out, changed = _attention(normed, context, of_mixer, tokens, mixer, attend)
+        else:
+            out, changed = mix_by_state(mixer, normed, context, of_mixer, tokens)
+        outs.append(out)
+        new.append(changed)
+    out = functools.reduce(jnp.add, outs)
     attended = x + _scaled(spec, norm("attn_out_norm", out, NormPosition.SANDWICH, NormPosition.OUTPUT))
     attended = norm("attn_norm", attended, NormPosition.POST)
 
@@ -446,7 +456,7 @@ def run_normed_layer(
     else:
         h = feed_forward(normed, context)
     x = attended + _scaled(spec, norm("mlp_out_norm", h, NormPosition.SANDWICH, NormPosition.OUTPUT))
-    return norm("mlp_norm", x, NormPosition.POST), pages, choice
+    return norm("mlp_norm", x, NormPosition.POST), tuple(new), choice
 
 
 def _attention(

@@ -237,8 +237,8 @@ def head_layer(
     cos, sin = (None, None) if rope is None else decoder.rope_angles(spec.layer, rope, positions, rope_lens)
     leaves = params["layers"][0] | decoder.layer_vectors(params, 0)
     context = LayerContext(spec.layer, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards)
-    hidden, pages, _ = decoder.run_normed_layer(
-        x.residual, x.normed, context, pages, metadata, spec.layer.attention(0), attend
+    hidden, (pages,), _ = decoder.run_normed_layer(
+        x.residual, x.normed, context, (pages,), (metadata,), spec.layer.mixers(0), attend
     )
     return hidden, pages
 

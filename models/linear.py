@@ -198,7 +198,7 @@ def has_native_matmul(spec: DecoderSpec, dtype: DTypeLike) -> bool:
         return False
     hidden = spec.hidden_size
     sizes = {hidden, spec.embed_size or hidden, spec.intermediate_size, spec.num_heads * spec.head_dim}
-    sizes |= set() if spec.delta is None else {spec.delta.v_heads * spec.delta.head_dim}
+    sizes |= set() if spec.recurrence is None else {spec.recurrence.inner_size}
     for inputs in sizes:
         row = jax.ShapeDtypeStruct((1, inputs), dtype)
         if not takes_native(refuse_cpu_dot, row, row, dtype):

@@ -1,7 +1,7 @@
-"""Layers with a state of fixed size per request, in place of attention: gated DeltaNet (Qwen3-Next, Qwen3.5).
+"""Layers with a state of fixed size per request: gated DeltaNet (Qwen3-Next, Qwen3.5) and short convolutions (LFM2).
 
-A layer's state is two arrays with one slot per request (`GatedDelta.state_shapes`): the last inputs of a convolution,
-and a float32 matrix for each value head. A step reads and writes the slots of its rows, in place.
+A layer's state is a tuple of arrays with one slot per request (`Recurrence.state_shapes`). A step reads and writes the
+slots of its rows, in place.
 """
 
 import dataclasses
@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jpaged.models.linear import LayerContext, linear
-from jpaged.models.spec import GatedDelta
+from jpaged.models.linear import LayerContext, linear, linear_with_bias
+from jpaged.models.recurrent_spec import GatedDelta, Recurrence, ShortConv
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.gated_delta import gated_delta
 
-State: TypeAlias = Any  # (inputs of the convolution, matrices), each [slots, ...]; None for training
+# Arrays of a layer, each [slots, ...]; the first has inputs of a convolution. None for training
+State: TypeAlias = Any
 
 
 @functools.partial(
@@ -35,14 +36,26 @@ class StateRows:
 
 
 def mix_by_state(
-    delta: GatedDelta, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: Any
+    recurrence: Recurrence, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: Any
 ) -> tuple[Float[Array, "tokens hidden"], State]:
-    """Gated DeltaNet (arXiv:2412.06464) with Qwen3-Next's convolution, norm and gate. Returns (output, state).
+    """A recurrent layer, from the normalised hidden states to the output matrix. Returns (output, state).
 
     rows: StateRows. Without a state (None) it is any array [batch, length]: sequences of equal length from position 0.
     """
     if state is None:
-        return _from_zeros(delta, x, context, *rows.shape), None
+        return _from_zeros(recurrence, x, context, *rows.shape), None
+    match recurrence:
+        case GatedDelta():
+            return _gated_delta(recurrence, x, context, state, rows)
+        case ShortConv():
+            return _short_conv(recurrence, x, context, state, rows)
+    raise TypeError(f"{type(recurrence).__name__}: not a kind of recurrent layer")
+
+
+def _gated_delta(
+    delta: GatedDelta, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: StateRows
+) -> tuple[Float[Array, "tokens hidden"], State]:
+    """Gated DeltaNet (arXiv:2412.06464) with Qwen3-Next's convolution, norm and gate."""
     params, tokens, per_k = context.params, x.shape[0], delta.v_per_k
     qkvz = linear("delta_qkvz", x, context).reshape(tokens, delta.k_heads, -1, delta.head_dim)
     mixed, z = qkvz[:, :, : 2 + per_k], qkvz[:, :, 2 + per_k :]
@@ -64,15 +77,27 @@ def mix_by_state(
     return linear("delta_o", out.reshape(tokens, -1), context), (inputs, matrices)
 
 
+def _short_conv(
+    conv: ShortConv, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: StateRows
+) -> tuple[Float[Array, "tokens hidden"], State]:
+    """LFM2's gated short convolution."""
+    params, (inputs,) = context.params, state
+    b, c, values = jnp.split(linear_with_bias("conv_in", x, context), 3, axis=1)
+    mixed, inputs = causal_conv(
+        b * values, params["conv_kernel"], params.get("conv_kernel_bias"), inputs, rows.slots, rows.positions,
+        rows.query_start_loc, max_query_len=rows.max_query_len,
+    )  # fmt: skip
+    return linear_with_bias("conv_out", c * mixed, context), (inputs,)
+
+
 def _from_zeros(
-    delta: GatedDelta, x: Float[Array, "tokens hidden"], context: LayerContext, batch: int, length: int
+    recurrence: Recurrence, x: Float[Array, "tokens hidden"], context: LayerContext, batch: int, length: int
 ) -> Float[Array, "tokens hidden"]:
     """`mix_by_state` for sequences of equal length, which are concatenated."""
-    inputs, matrices = delta.state_shapes()
-    state = jnp.zeros((batch, *inputs), x.dtype), jnp.zeros((batch, *matrices), jnp.float32)
+    state = tuple(jnp.zeros((batch, *array.shape), array.dtype) for array in recurrence.state_shapes(x.dtype))
     starts = jnp.arange(batch + 1, dtype=jnp.int32) * length
     rows = StateRows(jnp.arange(batch, dtype=jnp.int32), jnp.zeros(batch, jnp.int32), starts, length)
-    return mix_by_state(delta, x, context, state, rows)[0]
+    return mix_by_state(recurrence, x, context, state, rows)[0]
 
 
 def _gated_norm(

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jpaged.models.recurrent_spec import Recurrence
+
 # The tree of `param_shapes`: leaves by name, and under "layers" a tuple with a dict of leaves per layer. Leaves are
 # jax.Array, np.ndarray or ShapeDtypeStruct, so the value type is Any.
 Params: TypeAlias = dict[str, Any]
@@ -84,6 +86,9 @@ class AttentionOptions:
     alibi_slopes: tuple[float, ...] | None = None  # one per query head: slope * (key - query position) is added
     v_dim: int | None = None      # latent attention: values are the first v_dim elements of the keys
     chunk: int | None = None      # c: a query at position p sees the keys from position p // c * c
+
+
+Mixer: TypeAlias = AttentionOptions | Recurrence  # static options of what mixes a layer's tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,31 +187,6 @@ class Encoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDelta:
-    """Gated DeltaNet (arXiv:2412.06464) in place of attention: a layer with a state of fixed size per request."""
-
-    layers: tuple[bool, ...]     # per layer: True = gated DeltaNet, False = attention
-    k_heads: int                 # heads of queries and of keys
-    v_heads: int                 # a multiple of k_heads; neighbouring value heads share a key head
-    head_dim: int                # of queries, keys and values
-    conv_width: int              # tokens that the convolution over q, k and v sees, its own included
-
-    @property
-    def v_per_k(self) -> int:
-        """Value heads per key head."""
-        return self.v_heads // self.k_heads
-
-    @property
-    def channels(self) -> int:
-        """Width of q, k and v together."""
-        return (2 * self.k_heads + self.v_heads) * self.head_dim
-
-    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of a request's state in one layer: last inputs of the convolution, and the float32 matrices."""
-        return (self.conv_width - 1, self.channels), (self.v_heads, self.head_dim, self.head_dim)
-
-
-@dataclasses.dataclass(frozen=True)
 class Stage:
     """A pipeline stage: layers with their own devices (`jpaged.models.stages`). Static: a part of compiled programs."""
 
@@ -261,7 +241,9 @@ class DecoderSpec:
     swiglu_alpha: float = 1.702        # slope of the sigmoid in gpt-oss's activation
     experts: Experts | None = None
     latent: Latent | None = None
-    delta: GatedDelta | None = None  # layers without attention (Qwen3-Next, Qwen3.5)
+    recurrence: Recurrence | None = None  # layers with a state of fixed size per request (Qwen3.5, LFM2)
+    # Per layer: True = it has attention, next to its recurrence if it has one; () = all layers without a recurrence
+    attention_layers: tuple[bool, ...] = ()
     attention_gate: bool = False  # the output of attention times sigmoid(gate), before the o projection (Qwen3-Next)
     qkv_bias: bool = False       # of q, k and v
     o_bias: bool = False
@@ -346,20 +328,30 @@ class DecoderSpec:
 
     @property
     def recurrent(self) -> tuple[bool, ...]:
-        """Per layer: True = it keeps a state of fixed size per request, and no KV. () = no layer."""
-        return () if self.delta is None else self.delta.layers
+        """Per layer: True = it keeps a state of fixed size per request. () = no layer."""
+        return () if self.recurrence is None else self.recurrence.layers
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Per layer: True = it has attention, and KV. () = all layers."""
+        return self.attention_layers or tuple(not recurrent for recurrent in self.recurrent)
 
     def layer_rope(self, layer: int) -> Rope | None:
         """Rope of a layer; None if the layer does not rotate queries and keys."""
-        if self.recurrent and self.recurrent[layer]:
+        if self.attends and not self.attends[layer]:
             return None
         if self.rope_layers and not self.rope_layers[layer]:
             return None
         return self.window_rope if self.window_rope is not None and self.window(layer) is not None else self.rope
 
-    def mixer(self, layer: int) -> AttentionOptions | GatedDelta:
-        """Static options of what mixes a layer's tokens: attention, or a recurrent layer."""
-        return self.delta if self.delta is not None and self.delta.layers[layer] else self.attention(layer)
+    def mixers(self, layer: int) -> tuple[Mixer, ...]:
+        """Static options of what mixes a layer's tokens: attention, recurrence, or both in this order."""
+        of_layer: tuple[Mixer, ...] = ()
+        if not self.attends or self.attends[layer]:
+            of_layer += (self.attention(layer),)
+        if self.recurrence is not None and self.recurrence.layers[layer]:
+            of_layer += (self.recurrence,)
+        return of_layer
 
     def attention(self, layer: int) -> AttentionOptions:
         """Static options of a layer's attention."""
@@ -479,9 +471,17 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
 
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
+    tree: Params = {}
+    if not s.attends or s.attends[layer]:
+        tree |= _attention_shapes(s, leaf)
+    if s.recurrence is not None and s.recurrence.layers[layer]:
+        tree |= s.recurrence.leaves(s.hidden_size, leaf)
+    return tree | _feed_forward_shapes(s, layer, leaf)
+
+
+def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Leaves of a layer's attention."""
     hidden, kv = s.hidden_size, s.num_kv_heads
-    if s.delta is not None and s.delta.layers[layer]:
-        return _delta_shapes(s.delta, hidden, leaf) | _feed_forward_shapes(s, layer, leaf)
     if s.latent is None:
         # per KV head: a gate for each query head if the model has gates, its query heads, its key head, its value head
         tree = {"qkv": leaf(kv, s.qkv_heads, s.head_dim, hidden), "o": leaf(hidden, s.num_heads * s.head_dim)}
@@ -504,7 +504,7 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
         tree["sinks"] = leaf(s.num_heads)
     if s.output_gates:
         tree["output_gate"] = leaf(s.num_heads * s.output_gates, hidden)
-    return tree | _feed_forward_shapes(s, layer, leaf)
+    return tree
 
 
 def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
@@ -517,20 +517,6 @@ def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.Sha
     else:
         tree["up"] = leaf(s.intermediate_size, s.hidden_size)
     return tree
-
-
-def _delta_shapes(d: GatedDelta, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
-    """Leaves of a gated DeltaNet. Its heads are in the order of the key heads, each followed by its value heads."""
-    vector = jax.ShapeDtypeStruct((d.v_heads,), leaf_dtype("delta_a_log", np.float32))
-    return {
-        "delta_qkvz": leaf(d.k_heads, 2 + 2 * d.v_per_k, d.head_dim, hidden),  # query, key, values, gates of the output
-        "delta_ba": leaf(d.k_heads, 2, d.v_per_k, hidden),  # beta, then the decay
-        "delta_conv": leaf(d.conv_width, d.k_heads, 2 + d.v_per_k, d.head_dim),  # oldest token first
-        "delta_a_log": vector,
-        "delta_dt_bias": vector,
-        "delta_norm": leaf(d.head_dim),
-        "delta_o": leaf(hidden, d.v_heads * d.head_dim),
-    }
 
 
 def _expert_shapes(e: Experts, hidden: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:

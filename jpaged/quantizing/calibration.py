@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jpaged.models.decoder import decode_layer, embed_tokens, layer_vectors
-from jpaged.models.spec import AttentionOptions, DecoderSpec, Params, QueryScaling, Rope
+from jpaged.models.spec import DecoderSpec, Mixer, Params, QueryScaling, Rope
 
 WINDOW = 512          # tokens per sequence
 MOST_TOKENS = 32_768  # more tokens are dropped; the states of 32,768 take 0.5 GiB with hidden size 4,096
@@ -66,16 +66,16 @@ class Calibration:
         leaves = layer_vectors(self._vectors, layer) | leaves
         spec = self._spec
         growth = spec.query_scaling if spec.query_scaling is not None and spec.query_scaling.applies(layer) else None
-        rope, options = spec.layer_rope(layer), spec.mixer(layer)
-        return _run(spec.of_layer(layer), leaves, states, options, rope, growth, watched)
+        rope, mixers = spec.layer_rope(layer), spec.mixers(layer)
+        return _run(spec.of_layer(layer), leaves, states, mixers, rope, growth, watched)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "options", "rope", "growth", "watched"))
+@functools.partial(jax.jit, static_argnames=("spec", "mixers", "rope", "growth", "watched"))
 def _run(
     spec: DecoderSpec,
     leaves: Params,
     states: Float[Array, "batch length hidden"],
-    options: AttentionOptions,
+    mixers: tuple[Mixer, ...],
     rope: Rope | None,
     growth: QueryScaling | None,
     watched: bool,
@@ -86,5 +86,5 @@ def _run(
         products[name] = lax.dot_general(x, x, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
     used = watch if watched else None
-    out = decode_layer(spec, leaves, states, options=options, rope=rope, growth=growth, watch=used)
+    out = decode_layer(spec, leaves, states, mixers=mixers, rope=rope, growth=growth, watch=used)
     return out, products

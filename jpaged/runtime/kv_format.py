@@ -111,8 +111,8 @@ class KVFormat:
             return None
         both = np.stack([self.scales.keys, self.scales.values], axis=1).astype(np.float32)  # [layers, 2, kv_heads]
         arrays = np.zeros((kv_groups.num_arrays, *both.shape[1:]), np.float32)
-        for layer, place in enumerate(kv_groups.places):
-            if place.page_array >= len(arrays):  # a recurrent layer
-                continue
-            arrays[place.page_array] = np.maximum(arrays[place.page_array], both[layer])
+        for layer, places in enumerate(kv_groups.places):
+            for place in places:
+                if place.page_array < len(arrays):  # not a place of recurrent state
+                    arrays[place.page_array] = np.maximum(arrays[place.page_array], both[layer])
         return arrays

@@ -85,9 +85,9 @@ class DeviceState:
     hidden: Leaf  # [state_tokens, hidden_size]  hidden states of the last step's tokens, before final norm
     # int32[2, program_rows]  rows of the last step that sample or pool: (row, index in `hidden`); padding is -1
     output_rows: Leaf
-    # for each recurrent layer, two arrays [state_slots, ...]: inputs of the convolution, in the model's dtype, and
-    # float32 matrices. Slot i < max_num_seqs is of row i, the others are snapshots
-    recurrent: tuple[tuple[Leaf, Leaf], ...]
+    # for each recurrent layer, its arrays [state_slots, ...] (`Recurrence.state_shapes`). Slot i < max_num_seqs is of
+    # row i, the others are snapshots
+    recurrent: tuple[tuple[Leaf, ...], ...]
     sampling: SamplingState
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
 
@@ -153,12 +153,12 @@ def state_shapes(
 
 def _recurrent_shapes(
     spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, array: Callable[..., Any]
-) -> tuple[tuple[Any, Any], ...]:
+) -> tuple[tuple[Any, ...], ...]:
     """`DeviceState.recurrent`: one slot for each row of the request table and for each snapshot."""
-    if spec.delta is None:
+    if spec.recurrence is None:
         return ()
-    slots, (inputs, matrices) = sizes.rows + sizes.snapshots, spec.delta.state_shapes()
-    of_layer = (array(dtype, slots, *inputs), array(np.float32, slots, *matrices))
+    slots = sizes.rows + sizes.snapshots
+    of_layer = tuple(array(each.dtype, slots, *each.shape) for each in spec.recurrence.state_shapes(dtype))
     return (of_layer,) * sum(spec.recurrent)
 
 

@@ -12,7 +12,8 @@ from jpaged.errors import ModelLoadError
 from jpaged.models.families import llama, qwen_moe
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, Experts, GatedDelta, Norm, QKNorm
+from jpaged.models.recurrent_spec import GatedDelta
+from jpaged.models.spec import DecoderSpec, Experts, Norm, QKNorm
 
 _LAYER = "model.layers.{layer}."
 _DELTA = _LAYER + "linear_attn."
@@ -68,7 +69,7 @@ def _spec(config: CheckpointConfig) -> DecoderSpec:
     llama.check_rope(share, base.head_dim)
     return dataclasses.replace(
         base, norm=Norm.RMS_OFFSET, qk_norm=QKNorm.HEAD, rope=share, attention_gate=True,
-        delta=_delta(config, base.num_layers),
+        recurrence=_delta(config, base.num_layers),
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_folded_scales(norm):
 
     def run(leaves, watch=None):
         leaves = {name: jnp.array(leaf) for name, leaf in leaves.items()}
-        return np.asarray(decode_layer(spec, leaves, x, options=spec.attention(0), rope=spec.rope, watch=watch))
+        return np.asarray(decode_layer(spec, leaves, x, mixers=spec.mixers(0), rope=spec.rope, watch=watch))
 
     before = run(leaves, lambda name, x: inputs.setdefault(name, np.asarray(x, np.float64)))
     products = {name: rows.T @ rows for name, rows in inputs.items()}

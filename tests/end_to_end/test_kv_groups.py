@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jpaged.kv_groups import MAX_GROUPS, group_layers, max_blocks, window_blocks
+from jpaged.kv_groups import MAX_GROUPS, KVGroups, KVPlace, group_layers, max_blocks, window_blocks
 
 
 def every(interval: int, count: int, window: int) -> list[int | None]:
@@ -40,8 +40,9 @@ def test_kv_groups_of_models(windows, max_model_len, size, groups):
 )
 def test_every_layer_has_its_own_pages_in_a_kv_group_of_its_kind(windows, max_model_len):
     groups = group_layers(windows, max_model_len)
-    assert len(set(groups.places)) == len(groups.places) == len(windows)
-    for window, place in zip(windows, groups.places, strict=True):
+    places = [place for (place,) in groups.places]
+    assert len(set(places)) == len(places) == len(windows) == groups.num_layers
+    for window, place in zip(windows, places, strict=True):
         hides_something = window is not None and window < max_model_len
         assert groups.windows[place.kv_group] == (window if hides_something else None)
         assert 0 <= place.page_array < groups.num_arrays
@@ -50,7 +51,7 @@ def test_every_layer_has_its_own_pages_in_a_kv_group_of_its_kind(windows, max_mo
         assert len(groups.windows) == 1
         assert groups.num_arrays == len(windows)
     # no other size with at most MAX_GROUPS KV groups takes fewer pages: try all of them
-    kinds = [groups.windows[place.kv_group] for place in groups.places]
+    kinds = [groups.windows[place.kv_group] for place in places]
 
     def cost(size):
         counts = {kind: -(-kinds.count(kind) // size) for kind in set(kinds)}
@@ -59,6 +60,14 @@ def test_every_layer_has_its_own_pages_in_a_kv_group_of_its_kind(windows, max_mo
 
     best = min(cost(n) for n in range(1, len(windows) + 1) if cost(n)[1] <= MAX_GROUPS)
     assert cost(groups.num_arrays) == best
+
+
+def test_layers_with_kv_and_with_state():
+    """One layer has KV alone, one has state alone, one has both, and one has neither."""
+    groups = group_layers((None,) * 4, 4096, attends=(True, False, True, False), recurrent=(False, True, True, False))
+    pages, state = [KVPlace(0, i) for i in range(2)], [KVPlace(1, 2 + i) for i in range(2)]
+    assert groups == KVGroups((None,), ((pages[0],), (state[0],), (pages[1], state[1]), ()), num_arrays=2)
+    assert groups.num_layers == 2
 
 
 @given(window=st.integers(1, 40), chunk=st.integers(1, 30), size=st.sampled_from([1, 2, 4, 8]))

@@ -16,7 +16,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
-from jpaged.models.spec import GatedDelta, Norm, QKNorm, param_shapes
+from jpaged.models.recurrent_spec import GatedDelta
+from jpaged.models.spec import Norm, QKNorm, param_shapes
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.tiny_engine import (
     BLOCK_SIZE,
@@ -37,11 +38,12 @@ pytestmark = pytest.mark.codegen
 
 HYBRID = dataclasses.replace(
     FULL, num_layers=3, norm=Norm.RMS_OFFSET, qk_norm=QKNorm.HEAD, attention_gate=True,
-    delta=GatedDelta((True, False, True), k_heads=2, v_heads=4, head_dim=16, conv_width=4),
+    recurrence=GatedDelta((True, False, True), k_heads=2, v_heads=4, head_dim=16, conv_width=4),
 )  # fmt: skip
-WITH_WINDOW = dataclasses.replace(HYBRID, num_layers=4, sliding_window=(20, 20, None, None), delta=dataclasses.replace(
-    HYBRID.delta, layers=(True, False, True, False)
-))  # fmt: skip
+WITH_WINDOW = dataclasses.replace(
+    HYBRID, num_layers=4, sliding_window=(20, 20, None, None),
+    recurrence=dataclasses.replace(HYBRID.recurrence, layers=(True, False, True, False)),
+)  # fmt: skip
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 

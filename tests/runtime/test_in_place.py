@@ -19,7 +19,8 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.spec import DecoderSpec, Experts, GatedDelta, Latent, Rope, WeightLayout, param_shapes
+from jpaged.models.recurrent_spec import GatedDelta
+from jpaged.models.spec import DecoderSpec, Experts, Latent, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
@@ -81,15 +82,15 @@ def placement_on(target):
 
 @functools.cache
 def compiled(
-    target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, delta=None
+    target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, recurrence=None
 ):
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
-    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts, delta=delta)
-    kv_groups = group_layers(spec.windows, spec.max_position, spec.recurrent)
+    spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts, recurrence=recurrence)
+    kv_groups = group_layers(spec.windows, spec.max_position, spec.attends, spec.recurrent)
     shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     if target != "cpu":
         mesh = (V5E if target.startswith("v5e") else H200).tracing()
-    snapshots = 0 if delta is None else SNAPSHOTS
+    snapshots = 0 if recurrence is None else SNAPSHOTS
     state = state_shapes(spec, kv_groups, sizes(blocks, snapshots), dtype=dtype, placement=placement)
     params = placement.shapes_of(param_shapes(spec, dtype))
     with mesh:
@@ -166,7 +167,7 @@ def test_pages_of_several_kv_groups_are_not_copied(target, shape):
 @pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=str)
 def test_recurrent_state_is_not_copied(shape):
     """On CPU. Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
-    program = compiled("cpu", shape, delta=DELTA)
+    program = compiled("cpu", shape, recurrence=DELTA)
     slots = (ROWS + SNAPSHOTS) * DELTA.v_heads * DELTA.head_dim**2 * 4
     assert large_moves(program.as_text(), slots // 2) == []
     memory = program.memory_analysis()

@@ -521,9 +521,10 @@ def _dtype(params: Params) -> np.dtype:
 def _kernels(model: ServedModel) -> tuple[str, ...]:
     """Modules of the native kernels that a model's programs may call on CPU."""
     quantized = any(weight.layout == "tiles" for weight in quantized_parts(model.params))
+    recurrence = model.spec.recurrence
     return kernels_of_model(
         quantized=quantized, experts=model.spec.experts is not None, adapters=model.adapters is not None,
-        convolutions=any(model.spec.recurrent), scans=any(model.spec.recurrent),
+        convolutions=recurrence is not None, scans=recurrence is not None and recurrence.scans,
     )
 
 

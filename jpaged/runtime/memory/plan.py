@@ -198,7 +198,7 @@ class MemoryPlan:
     def full_attention_bytes(self) -> int:
         """KV bytes of the longest request if no layer had a window."""
         kv_groups = self.limits.kv_groups
-        return self.limits.width * self.block_bytes * len(kv_groups.places) // max(kv_groups.num_arrays, 1)
+        return self.limits.width * self.block_bytes * kv_groups.num_layers // max(kv_groups.num_arrays, 1)
 
 
 def size_text(num_bytes: int) -> str:
@@ -218,6 +218,7 @@ _PARTS = {
         "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
     ),
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
+    "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias"),
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
@@ -317,7 +318,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(
             f"block_size={block_size}: must divide attention_chunk_size={chunk} of the model's config.json"
         )
-    kv_groups = group_layers(spec.windows, max_model_len, spec.recurrent)
+    kv_groups = group_layers(spec.windows, max_model_len, spec.attends, spec.recurrent)
     return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
 
 
@@ -413,10 +414,9 @@ def table_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype) -> int:
 
 def slot_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:
     """Bytes of the state of all recurrent layers, of one row or snapshot. 0: the model has no such layers."""
-    if spec.delta is None:
+    if spec.recurrence is None:
         return 0
-    inputs, matrices = spec.delta.state_shapes()
-    return sum(spec.recurrent) * (math.prod(inputs) * dtype.itemsize + math.prod(matrices) * 4)
+    return sum(spec.recurrent) * tree_bytes(spec.recurrence.state_shapes(dtype))
 
 
 def fit(

@@ -40,7 +40,7 @@ from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write
 from pallas_kernels.write_kv import matching_write
 
 # `DeviceState` without `sampling`: pages, table, blocks, hidden, output_rows, recurrent.
-StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf, tuple[tuple[Leaf, Leaf], ...]]
+StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf, tuple[tuple[Leaf, ...], ...]]
 
 # Second result of `forward`.
 ForwardResult = Int[Array, "..."] | Float[Array, "tokens hidden"] | tuple[Any, ...]

@@ -1,0 +1,107 @@
+"""Kinds of recurrent layers: layers with a state of fixed size per request. A part of `DecoderSpec`.
+
+Each kind names its layers, the arrays of its state, and its parameters. `recurrent.py` computes the layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+MakeLeaf: TypeAlias = Callable[..., jax.ShapeDtypeStruct]  # from a shape, in the model's dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """Base class of the kinds. The first array of a state has the last inputs of a short convolution."""
+
+    layers: tuple[bool, ...]     # per layer: True = it keeps a state
+    scans: ClassVar[bool]        # it has float32 matrices as well, which `pallas_kernels.state_scan` updates
+
+    @property
+    def inner_size(self) -> int:
+        """Inputs of the output matrix."""
+        raise NotImplementedError
+
+    def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Arrays of a request's state in one layer. dtype: of the model."""
+        raise NotImplementedError
+
+    def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
+        """Parameters of one layer. hidden: width of a hidden state."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDelta(Recurrence):
+    """Gated DeltaNet (arXiv:2412.06464), in Qwen3-Next and Qwen3.5."""
+
+    scans: ClassVar[bool] = True
+    k_heads: int                 # heads of queries and of keys
+    v_heads: int                 # a multiple of k_heads; neighbouring value heads share a key head
+    head_dim: int                # of queries, keys and values
+    conv_width: int              # tokens that the convolution over q, k and v sees, its own included
+
+    @property
+    def v_per_k(self) -> int:
+        """Value heads per key head."""
+        return self.v_heads // self.k_heads
+
+    @property
+    def inner_size(self) -> int:
+        """Width of all value heads."""
+        return self.v_heads * self.head_dim
+
+    def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Last inputs of the convolution over q, k and v, and a float32 matrix for each value head."""
+        inputs = (self.conv_width - 1, (2 * self.k_heads + self.v_heads) * self.head_dim)
+        matrices = (self.v_heads, self.head_dim, self.head_dim)
+        return jax.ShapeDtypeStruct(inputs, np.dtype(dtype)), jax.ShapeDtypeStruct(matrices, np.dtype(np.float32))
+
+    def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
+        """Parameters of one layer. Heads are in the order of the key heads, each followed by its value heads."""
+        vector = jax.ShapeDtypeStruct((self.v_heads,), np.dtype(np.float32))  # also in `spec.FLOAT32_LEAVES`
+        return {
+            # query, key, values, gates of the output
+            "delta_qkvz": leaf(self.k_heads, 2 + 2 * self.v_per_k, self.head_dim, hidden),
+            "delta_ba": leaf(self.k_heads, 2, self.v_per_k, hidden),  # beta, then the decay
+            "delta_conv": leaf(self.conv_width, self.k_heads, 2 + self.v_per_k, self.head_dim),  # oldest token first
+            "delta_a_log": vector,
+            "delta_dt_bias": vector,
+            "delta_norm": leaf(self.head_dim),
+            "delta_o": leaf(hidden, self.inner_size),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConv(Recurrence):
+    """Gated short convolution of LFM2: c * conv(b * x), with b, c and x from the hidden state."""
+
+    scans: ClassVar[bool] = False
+    width: int                   # of b, c and x
+    conv_width: int              # tokens that the convolution sees, its own included
+    bias: bool = False           # of both matrices and of the convolution
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the convolution."""
+        return self.width
+
+    def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Last inputs of the convolution."""
+        return (jax.ShapeDtypeStruct((self.conv_width - 1, self.width), np.dtype(dtype)),)
+
+    def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
+        """Parameters of one layer."""
+        tree = {
+            "conv_in": leaf(3 * self.width, hidden),  # b, c, x
+            "conv_kernel": leaf(self.conv_width, self.width),  # oldest token first
+            "conv_out": leaf(hidden, self.width),
+        }
+        if self.bias:
+            tree |= {"conv_in_bias": leaf(3 * self.width), "conv_kernel_bias": leaf(self.width)}
+            tree["conv_out_bias"] = leaf(hidden)
+        return tree
