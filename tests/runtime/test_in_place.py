@@ -24,6 +24,7 @@ from jpaged.models.spec import DecoderSpec, Experts, Latent, Rope, WeightLayout,
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
+from jpaged.runtime.step.advance_states import AdvanceShape, compile_advance
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import HOST_BUCKET, BlockMover
 from jpaged.runtime.step.forward import compile_forward, flat_weights, run_forward
@@ -48,6 +49,9 @@ DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_di
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
 PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
 
+VERIFY = ForwardShape(False, 32, ROWS, BLOCK_SIZE, drafts=3)
+ADVANCE = AdvanceShape(VERIFY.tokens, ROWS, VERIFY.drafts, BLOCK_SIZE)
+
 DEVICELESS = marks(H200)
 # target of the compiler -> implementation of attention
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
@@ -67,11 +71,12 @@ def dtype_of(target):
     return jnp.dtype("float32" if target == "cpu" and old else "bfloat16")
 
 
-def sizes(blocks, snapshots=0):
+def sizes(blocks, snapshots=0, verify_tokens=0):
     """Sizes of the device state."""
     return StateSizes(
-        blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens, ROWS, snapshots=snapshots
-    )
+        blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens, ROWS, snapshots=snapshots,
+        verify_tokens=verify_tokens,
+    )  # fmt: skip
 
 
 def placement_on(target):
@@ -87,12 +92,15 @@ def compiled(
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
     spec = dataclasses.replace(SPEC, num_layers=layers, sliding_window=windows, experts=experts, recurrence=recurrence)
     kv_groups = group_layers(spec.windows, spec.max_position, spec.attends, spec.recurrent)
-    shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     if target != "cpu":
         mesh = (V5E if target.startswith("v5e") else H200).tracing()
-    snapshots = 0 if recurrence is None else SNAPSHOTS
-    state = state_shapes(spec, kv_groups, sizes(blocks, snapshots), dtype=dtype, placement=placement)
+    snapshots, verify_tokens = (0, 0) if recurrence is None else (SNAPSHOTS, VERIFY.tokens)
+    state = state_shapes(spec, kv_groups, sizes(blocks, snapshots, verify_tokens), dtype=dtype, placement=placement)
     params = placement.shapes_of(param_shapes(spec, dtype))
+    if isinstance(shape, AdvanceShape):
+        with mesh:
+            return compile_advance(params, state, shape, spec=spec, placement=placement)
+    shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     with mesh:
         return compile_forward(
             params, state, shape, spec=spec, kv_groups=kv_groups, layout=WeightLayout(),
@@ -164,15 +172,16 @@ def test_pages_of_several_kv_groups_are_not_copied(target, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=str)
-def test_recurrent_state_is_not_copied(shape):
-    """On CPU. Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
-    program = compiled("cpu", shape, recurrence=DELTA)
+@pytest.mark.parametrize("shape", [PREFILL, DECODE, VERIFY, ADVANCE], ids=str)
+@pytest.mark.parametrize("target", [pytest.param(name, marks=MARKS[name]) for name in ("cpu", "h200 kernels")])
+def test_recurrent_state_is_not_copied(target, shape):
+    """Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
+    program = compiled(target, shape, recurrence=DELTA)
     slots = (ROWS + SNAPSHOTS) * DELTA.v_heads * DELTA.head_dim**2 * 4
     assert large_moves(program.as_text(), slots // 2) == []
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < slots
-    assert memory.alias_size_in_bytes >= 2 * slots + pool_bytes("cpu")
+    assert memory.alias_size_in_bytes >= 2 * slots + (0 if shape is ADVANCE else pool_bytes(target))
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])

@@ -233,7 +233,7 @@ class Scheduler:
             request.schedule.num_in_flight -= 1
 
     def may_discard(self, request: Request) -> bool:
-        """Whether `discard_in_flight` is possible. Recurrent state that the device computes from drafts has no way back."""
+        """Whether `discard_in_flight` is possible: the device may accept drafts, and cannot undo their state."""
         return self.manager.states is None or not request.schedule.num_drafts_in_flight
 
     def discard_in_flight(self, request: Request) -> None:
