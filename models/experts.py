@@ -209,7 +209,7 @@ def route(
     choice = lax.top_k(ranking, experts.per_token)[1]
     weights = jnp.take_along_axis(scores, choice, axis=1)
     if experts.renormalise:
-        weights /= row_sum(weights)[:, None] + 1e-20
+        weights /= row_sum(weights)[:, None] + experts.weight_offset
     return weights * experts.scale, choice
 
 

@@ -136,7 +136,8 @@ class Experts:
     intermediate_size: int       # of one expert
     layers: tuple[bool, ...]     # per layer: True = it has experts, False = a dense feed-forward network
     scoring: Scoring = Scoring.SOFTMAX
-    renormalise: bool = False    # scale the weights of a token's experts to sum 1
+    renormalise: bool = False    # divide the weights of a token's experts by their sum + weight_offset
+    weight_offset: float = 1e-20
     scale: float = 1.0           # factor of the weights, after renormalisation
     bias: bool = False           # the router and the experts have biases (gpt-oss)
     correction: bool = False     # a bias is added to the scores to choose experts, but not to weigh them (DeepSeek-V3)

@@ -20,6 +20,7 @@ from jpaged.models.families.gemma import GEMMA, GEMMA2
 from jpaged.models.families.gemma3 import GEMMA3
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
+from jpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.ministral import MINISTRAL3
 from jpaged.models.families.mistral import MISTRAL
@@ -51,7 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT,
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
-    OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE,
+    OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE,
     BERT, ROBERTA, XLM_ROBERTA, MODERNBERT,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -20,7 +20,7 @@ from jpaged.models.spec import DecoderSpec, Params
 class Part(enum.Enum):
     """Part of a leaf that a tensor fills. The fused qkv leaf is [kv_heads, q_per_kv + 2, head_dim, ...].
 
-    DELTA_… are parts of `delta_qkvz` and `delta_ba`, CONV_… of `delta_conv`. See `spec.param_shapes`.
+    DELTA_… are parts of `delta_qkvz` and `delta_ba`, CONV_Q to CONV_V of `delta_conv`. See `spec.param_shapes`.
     """
 
     WHOLE = "whole"
@@ -37,7 +37,8 @@ class Part(enum.Enum):
     DELTA_K = "delta_k"
     DELTA_V = "delta_v"
     DELTA_Z = "delta_z"
-    CONV_Q = "conv_q"    # tensors of a convolution are [channels, 1, width]
+    CONV = "conv"        # the whole leaf [width, channels]; tensors of a convolution are [channels, 1, width]
+    CONV_Q = "conv_q"
     CONV_K = "conv_k"
     CONV_V = "conv_v"
     ROW = "row"  # a vector, which the tensor has as a matrix of one row
@@ -69,6 +70,8 @@ class Part(enum.Enum):
                 return leaf[:, 2 : 1 + leaf.shape[1] // 2]
             case Part.DELTA_Z:
                 return leaf[:, 1 + leaf.shape[1] // 2 :]
+            case Part.CONV:
+                return leaf.T[:, None]
             case Part.CONV_Q | Part.CONV_K | Part.CONV_V:
                 parts = {Part.CONV_Q: 0, Part.CONV_K: 1, Part.CONV_V: slice(2, None)}
                 return np.moveaxis(leaf, 0, -1)[:, parts[self], ..., None, :]

@@ -47,9 +47,10 @@ WITH_WINDOW = dataclasses.replace(
     HYBRID, num_layers=4, sliding_window=(20, 20, None, None),
     recurrence=dataclasses.replace(HYBRID.recurrence, layers=(True, False, True, False)),
 )  # fmt: skip
-SHORT_CONVOLUTIONS = dataclasses.replace(
-    FULL, num_layers=3, recurrence=ShortConv((True, False, True), width=64, conv_width=3, bias=True)
-)
+SHORT_CONV = dataclasses.replace(
+    FULL, num_layers=3, qk_norm=QKNorm.HEAD,
+    recurrence=ShortConv((True, False, True), width=64, conv_width=3, bias=True),
+)  # fmt: skip
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
@@ -95,11 +96,16 @@ def answer(engine, prompt, params):
 
 
 @pytest.mark.parametrize(
-    "splits", [pytest.param((39, 40, 41), id="around a snapshot"),
-               pytest.param(tuple(range(1, 60)), id="all", marks=pytest.mark.slow)]
-)  # fmt: skip
-def test_cold_equals_warm_at_every_split(runner, splits):
+    ("spec", "splits"),
+    [
+        pytest.param(HYBRID, (39, 40, 41), id="around a snapshot"),
+        pytest.param(HYBRID, tuple(range(1, 60)), id="all", marks=pytest.mark.slow),
+        pytest.param(SHORT_CONV, tuple(range(1, 60)), id="all, short convolution", marks=pytest.mark.slow),
+    ],
+)
+def test_cold_equals_warm_at_every_split(runner, spec, splits):
     """A prompt shares `split` tokens with an earlier prompt: it starts after their last whole block."""
+    runner = runner if spec is HYBRID else make_runner(spec)
     whole = prompt_of(60)
     hits = []
     for split in splits:
@@ -247,7 +253,7 @@ def test_drafts_change_no_bit_and_the_next_turn_is_found(drafting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW, SHORT_CONVOLUTIONS], ids=["full", "window", "convolutions"])
+@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW, SHORT_CONV], ids=["full", "window", "convolutions"])
 def test_drafts_with_samples_preemption_and_the_host_tier(drafting, spec):
     runner = drafting if spec is HYBRID else drafting_runner(spec)
     samples = SamplingParams(max_tokens=25, ignore_eos=True, logprobs=2, n=3, temperature=0.9, seed=1)

@@ -91,7 +91,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], fp8: frozenset
 
 _LAST_NORMS = (
     "model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight",
-    "gpt_neox.final_layer_norm.weight",
+    "gpt_neox.final_layer_norm.weight", "model.embedding_norm.weight",
 )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
-    elif "conv1d" in name:
+    elif "conv1d" in name or "conv.conv" in name:
         deviation = 1 / math.sqrt(shape[2])
     elif len(shape) == 3:  # all experts, [in, out] each
         deviation = 1 / math.sqrt(shape[1])
@@ -466,6 +466,16 @@ VARIANTS = (
          **_rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)),
     _kin("qwen3.5-moe", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **_DELTA, **_DELTA_EXPERTS,
          **_rope("default", partial_rotary_factor=0.5)),
+    _kin("lfm2", "Lfm2ForCausalLM", "lfm2", num_hidden_layers=3, full_attn_idxs=[1], block_ff_dim=112,
+         block_multiple_of=16, block_ffn_dim_multiplier=1.2, norm_eps=1e-5, tie_embedding=True, rope_theta=500000.0),
+    _kin("lfm2-bias", "Lfm2ForCausalLM", "lfm2", num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"],
+         block_auto_adjust_ff_dim=False, conv_bias=True, conv_L_cache=4, norm_eps=1e-5, **_rope("default")),
+    _kin("lfm2-moe", "Lfm2MoeForCausalLM", "lfm2_moe", num_hidden_layers=3, norm_eps=1e-5, num_dense_layers=1,
+         layer_types=["conv", "full_attention", "conv"], num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+         routed_scaling_factor=1.5, tie_embedding=True, **_rope("default")),
+    _kin("lfm2-moe-plain", "Lfm2MoeForCausalLM", "lfm2_moe", norm_eps=1e-5, num_dense_layers=0,
+         layer_types=["conv", "full_attention"], num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+         use_expert_bias=False, norm_topk_prob=False, conv_bias=True),
     Variant("gpt2", {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2,
         "n_head": 4, "n_positions": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -490,7 +500,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
-    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Names and shapes of the tensors in a checkpoint, as Transformers saves them."""
 
+import math
 from typing import Any
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
@@ -25,7 +26,7 @@ def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return _deepseek_shapes(config)
     families = {
         "gpt2": _gpt2_shapes, "opt": _opt_shapes, "gpt_neox": _gpt_neox_shapes, "falcon": _falcon_shapes,
-        "bloom": _bloom_shapes,
+        "bloom": _bloom_shapes, "lfm2": _lfm2_shapes, "lfm2_moe": _lfm2_shapes,
     }  # fmt: skip
     return families.get(config["model_type"], _llama_shapes)(config)
 
@@ -116,6 +117,40 @@ def _delta_shapes(c: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
         f"{at}norm.weight": (dim,),
         f"{at}out_proj.weight": (hidden, values),
     }
+
+
+def _lfm2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, layers, dim = c["hidden_size"], c["num_hidden_layers"], c["hidden_size"] // c["num_attention_heads"]
+    kv, inter, bias = c["num_key_value_heads"] * dim, c["intermediate_size"], c.get("conv_bias", False)
+    if "block_ff_dim" in c:
+        inter = math.ceil(int(c["block_ffn_dim_multiplier"] * (c["block_ff_dim"] * 2 // 3)) / c["block_multiple_of"])
+        inter *= c["block_multiple_of"]
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        if i in c["full_attn_idxs"] if "full_attn_idxs" in c else c["layer_types"][i] == "full_attention":
+            rows = {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "out_proj": hidden}
+            shapes |= {f"{at}self_attn.{name}.weight": (size, hidden) for name, size in rows.items()}
+            shapes |= {f"{at}self_attn.{name}_layernorm.weight": (dim,) for name in "qk"}
+        else:
+            shapes |= _linear(f"{at}conv.in_proj", 3 * hidden, hidden, bias=bias)
+            shapes[f"{at}conv.conv.weight"] = (hidden, 1, c.get("conv_L_cache", 3))
+            shapes |= {f"{at}conv.conv.bias": (hidden,)} if bias else {}
+            shapes |= _linear(f"{at}conv.out_proj", hidden, hidden, bias=bias)
+        shapes |= {f"{at}{name}_norm.weight": (hidden,) for name in ("operator", "ffn")}
+        at, num, width = f"{at}feed_forward.", c.get("num_experts", 0), inter
+        if num and i >= c["num_dense_layers"]:
+            width = c["moe_intermediate_size"]
+            shapes[f"{at}gate.weight"] = (num, hidden)
+            shapes |= {f"{at}expert_bias": (num,)} if c.get("use_expert_bias", True) else {}
+        else:
+            num = 0
+        for part in [f"{at}experts.{e}." for e in range(num)] or [at]:
+            shapes |= {f"{part}{name}.weight": (width, hidden) for name in ("w1", "w3")}
+            shapes[f"{part}w2.weight"] = (hidden, width)
+    shapes["model.embedding_norm.weight"] = (hidden,)
+    tied = c.get("tie_embedding", c.get("tie_word_embeddings", True))
+    return shapes if tied else shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
 
 
 def _gpt2_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -97,6 +97,10 @@ CHANGES = {
         ("shared_gate", False),
     ],
     "qwen3.5": [{"norm": Norm.RMS}, {"rope": Rope()}],
+    "lfm2": [{"qk_norm": None}, {"rope": Rope()}],
+    "lfm2-bias": [{"qk_norm": None}, {"rope": Rope(theta=500.0)}],
+    "lfm2-moe": [("correction", False), ("renormalise", False), ("scale", 1.0), ("scoring", Scoring.SOFTMAX)],
+    "lfm2-moe-plain": [("renormalise", True), ("per_token", 1)],
     "gpt-oss": [
         {"sinks": False}, {"swiglu_limit": None}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.0},
         {"rope": Rope(theta=150000.0)}, {"sliding_window": ()}, ("bias", False), ("renormalise", False),

@@ -228,6 +228,13 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("qwen3.5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 must be a whole number from 2"),
         ("qwen3.5", {"layer_types": ["linear_attention"] * 3}, "layer_types=.*, and both of them"),
         ("qwen3.5-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
+        ("lfm2", {"layer_types": ["conv", "mamba", "full_attention"]}, "layer_types=.* full_attention or conv"),
+        ("lfm2", {"full_attn_idxs": []}, "layer_types=.* full_attention for at least one"),
+        ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs=1 must be a list of layer numbers"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be a whole number from 2"),
+        ("lfm2", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("lfm2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* is not supported"),
+        ("lfm2-moe", {"layer_types": ...}, "layer_types=.* for each of 3 layers"),
     ],
 )
 def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
