@@ -14,31 +14,44 @@ from jaxtyping import Array, Float
 from jpaged.models.layers import rms_of_groups, scaled
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.recurrent_spec import GateNorm, Mamba2
+from jpaged.models.spec import Params
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.mamba2 import mamba2
 
 
-def mix_by_mamba2(
-    mamba: Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext, state: Any, rows: Any
-) -> tuple[Float[Array, "tokens hidden"], Any]:
-    """Output and new state of a Mamba-2 layer. rows: `recurrent.StateRows`."""
-    params, tokens, width = context.params, x.shape[0], mamba.inner_size
+def mamba2_inputs(
+    mamba: Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[tuple[Array, ...], Float[Array, "tokens width"]]:
+    """`recurrent.token_inputs`: input of the convolution and time steps; gates."""
+    width = mamba.inner_size
     z, mixed, dt = jnp.split(_projected(mamba, x, context), (width, width + mamba.channels), axis=1)
-    inputs, matrices = state
-    of_rows = (rows.slots, rows.positions, rows.query_start_loc)
-    mixed, inputs = causal_conv(
-        mixed, params["mamba_conv"], params.get("mamba_conv_bias"), inputs, *of_rows,
-        max_query_len=rows.max_query_len, activation="silu",
-    )  # fmt: skip
+    return (mixed, jax.nn.softplus(dt.astype(jnp.float32) + context.params["mamba_dt_bias"])), z
+
+
+def advance_mamba2(
+    mamba: Mamba2, params: Params, inputs: tuple[Array, ...], state: Any, rows: Any
+) -> tuple[Float[Array, "tokens width"], Any]:
+    """`recurrent.advance`. rows: `recurrent.StateRows`."""
+    (mixed, dt), (earlier, matrices) = inputs, state
+    tokens, width = mixed.shape[0], mamba.inner_size
+    mixed, earlier = causal_conv(
+        mixed, params["mamba_conv"], params.get("mamba_conv_bias"), earlier, activation="silu", **rows.of_kernel()
+    )
     values, b, c = jnp.split(mixed, (width, width + mamba.groups * mamba.state_dim), axis=1)
     b, c = (each.reshape(tokens, mamba.groups, mamba.state_dim) for each in (b, c))
     out, matrices = mamba2(
-        values.reshape(tokens, mamba.heads, mamba.head_dim),
-        jax.nn.softplus(dt.astype(jnp.float32) + params["mamba_dt_bias"]), -jnp.exp(params["mamba_a_log"]), b, c,
-        params["mamba_d"], matrices, *of_rows, max_query_len=rows.max_query_len,
+        values.reshape(tokens, mamba.heads, mamba.head_dim), dt, -jnp.exp(params["mamba_a_log"]), b, c,
+        params["mamba_d"], matrices, **rows.of_kernel(),
     )  # fmt: skip
-    out = _gated(mamba, out.reshape(tokens, width), z, context)
-    return scaled(linear_with_bias("mamba_o", out, context), mamba.out_scale), (inputs, matrices)
+    return out.reshape(tokens, width), (earlier, matrices)
+
+
+def mamba2_output(
+    mamba: Mamba2, out: Float[Array, "tokens width"], gate: Float[Array, "tokens width"], context: LayerContext
+) -> Float[Array, "tokens hidden"]:
+    """Gate, norm, and the output matrix."""
+    out = _gated(mamba, out, gate, context)
+    return scaled(linear_with_bias("mamba_o", out, context), mamba.out_scale)
 
 
 def _projected(mamba: Mamba2, x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens parts"]:

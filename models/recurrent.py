@@ -1,9 +1,15 @@
-"""Layers with a state of fixed size per request: gated DeltaNet (Qwen3-Next, Qwen3.5) and short convolutions (LFM2).
-
-`mamba2` has those of Granite 4, Nemotron-H and Falcon-H1.
+"""Layers with a state of fixed size per request: gated DeltaNet (Qwen3-Next, Qwen3.5), short convolutions (LFM2), Mamba-2.
 
 A layer's state is a tuple of arrays with one slot per request (`Recurrence.state_shapes`). A step reads and writes the
 slots of its rows, in place.
+
+1. `token_inputs` multiplies the hidden states with weights: what each token adds to the state, and gates.
+2. `advance` computes the tokens of each row in order. It alone reads and writes states.
+3. `_output` applies gates and the output matrix.
+
+A step with drafts does not write states (`StateRows.writes`). It returns the inputs of its tokens. When the accepted
+drafts are known, `advance` computes the states from the inputs of the kept tokens. `mamba2` has the three parts of
+Mamba-2.
 """
 
 import dataclasses
@@ -16,18 +22,20 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.layers import rms_of_groups
 from jpaged.models.linear import LayerContext, linear, linear_with_bias
-from jpaged.models.mamba2 import mix_by_mamba2
+from jpaged.models.mamba2 import advance_mamba2, mamba2_inputs, mamba2_output
 from jpaged.models.recurrent_spec import GatedDelta, Mamba2, Recurrence, ShortConv
+from jpaged.models.spec import Params
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.gated_delta import gated_delta
 
 # Arrays of a layer, each [slots, ...]; the first has inputs of a convolution. None for training
 State: TypeAlias = Any
+Inputs: TypeAlias = tuple[Array, ...]  # of `Recurrence.input_shapes`, each [tokens, ...]
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["slots", "positions", "query_start_loc"], meta_fields=["max_query_len"],
+    data_fields=["slots", "positions", "query_start_loc", "targets"], meta_fields=["max_query_len", "writes"],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class StateRows:
@@ -37,6 +45,16 @@ class StateRows:
     positions: Int[Array, " rows"]  # position of each row's first token; at 0, the state before it is zeros
     query_start_loc: Int[Array, " rows_plus_1"]
     max_query_len: int              # upper bound of the tokens of a row
+    targets: Int[Array, " rows"] | None = None  # slot of each row's new state; None: its own
+    writes: bool = True             # False: states stay as they are, and inputs of tokens are returned
+
+    def of_kernel(self) -> dict[str, Any]:
+        """Arguments of a kernel with states."""
+        targets = self.targets if self.writes else jnp.full_like(self.slots, -1)
+        return {
+            "slots": self.slots, "positions": self.positions, "query_start_loc": self.query_start_loc,
+            "max_query_len": self.max_query_len, "targets": targets,
+        }  # fmt: skip
 
 
 def mix_by_state(
@@ -45,55 +63,86 @@ def mix_by_state(
     """A recurrent layer, from the normalised hidden states to the output matrix. Returns (output, state).
 
     rows: StateRows. Without a state (None) it is any array [batch, length]: sequences of equal length from position 0.
+    If it does not write, the returned state is (state, Inputs).
     """
     if state is None:
         return _from_zeros(recurrence, x, context, *rows.shape), None
+    inputs, gate = token_inputs(recurrence, x, context)
+    mixed, state = advance(recurrence, context.params, inputs, state, rows)
+    return _output(recurrence, mixed, gate, context), state if rows.writes else (state, inputs)
+
+
+def token_inputs(
+    recurrence: Recurrence, x: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[Inputs, Float[Array, "tokens ..."]]:
+    """Inputs of the state for each token, and gates of the output."""
     match recurrence:
         case GatedDelta():
-            return _gated_delta(recurrence, x, context, state, rows)
+            return _delta_inputs(recurrence, x, context)
         case ShortConv():
-            return _short_conv(recurrence, x, context, state, rows)
+            b, c, values = jnp.split(linear_with_bias("conv_in", x, context), 3, axis=1)
+            return (b * values,), c
         case Mamba2():
-            return mix_by_mamba2(recurrence, x, context, state, rows)
+            return mamba2_inputs(recurrence, x, context)
     raise TypeError(f"{type(recurrence).__name__}: not a kind of recurrent layer")
 
 
-def _gated_delta(
-    delta: GatedDelta, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: StateRows
-) -> tuple[Float[Array, "tokens hidden"], State]:
-    """Gated DeltaNet (arXiv:2412.06464) with Qwen3-Next's convolution, norm and gate."""
+def advance(
+    recurrence: Recurrence, params: Params, inputs: Inputs, state: State, rows: StateRows
+) -> tuple[Float[Array, "tokens ..."], State]:
+    """Compute tokens in order. Returns their outputs before the gates, and the states. params: `state_leaves`."""
+    match recurrence:
+        case GatedDelta():
+            return _advance_delta(recurrence, params, inputs, state, rows)
+        case ShortConv():
+            (x,), (earlier,) = inputs, state
+            kernel, bias = params["conv_kernel"], params.get("conv_kernel_bias")
+            mixed, earlier = causal_conv(x, kernel, bias, earlier, **rows.of_kernel())
+            return mixed, (earlier,)
+        case Mamba2():
+            return advance_mamba2(recurrence, params, inputs, state, rows)
+    raise TypeError(f"{type(recurrence).__name__}: not a kind of recurrent layer")
+
+
+def _output(
+    recurrence: Recurrence, mixed: Float[Array, "tokens ..."], gate: Float[Array, "tokens ..."], context: LayerContext
+) -> Float[Array, "tokens hidden"]:
+    """Gate the outputs of `advance`, and multiply them with the output matrix."""
+    match recurrence:
+        case GatedDelta():
+            out = _gated_norm(mixed, gate.reshape(mixed.shape), context)
+            return linear("delta_o", out.reshape(out.shape[0], -1), context)
+        case ShortConv():
+            return linear_with_bias("conv_out", gate * mixed, context)
+        case Mamba2():
+            return mamba2_output(recurrence, mixed, gate, context)
+    raise TypeError(f"{type(recurrence).__name__}: not a kind of recurrent layer")
+
+
+def _delta_inputs(
+    delta: GatedDelta, x: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[Inputs, Float[Array, "tokens ..."]]:
+    """`token_inputs` of gated DeltaNet (arXiv:2412.06464)."""
     params, tokens, per_k = context.params, x.shape[0], delta.v_per_k
     qkvz = linear("delta_qkvz", x, context).reshape(tokens, delta.k_heads, -1, delta.head_dim)
     mixed, z = qkvz[:, :, : 2 + per_k], qkvz[:, :, 2 + per_k :]
-    of_rows = (rows.slots, rows.positions, rows.query_start_loc)
-    inputs, matrices = state
-    mixed, inputs = causal_conv(
-        mixed.reshape(tokens, -1), params["delta_conv"].reshape(delta.conv_width, -1), None, inputs, *of_rows,
-        max_query_len=rows.max_query_len, activation="silu",
-    )  # fmt: skip
-    mixed = mixed.reshape(tokens, delta.k_heads, -1, delta.head_dim)
     ba = linear("delta_ba", x, context, dtype=jnp.float32).reshape(tokens, delta.k_heads, 2, per_k)
     b, a = ba[:, :, 0].reshape(tokens, -1), ba[:, :, 1].reshape(tokens, -1)
     decay = -jnp.exp(params["delta_a_log"]) * jax.nn.softplus(a + params["delta_dt_bias"])
-    out, matrices = gated_delta(
-        mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2:].reshape(tokens, delta.v_heads, -1), decay, jax.nn.sigmoid(b),
-        matrices, *of_rows, max_query_len=rows.max_query_len,
-    )  # fmt: skip
-    out = _gated_norm(out, z.reshape(out.shape), context)
-    return linear("delta_o", out.reshape(tokens, -1), context), (inputs, matrices)
+    return (mixed.reshape(tokens, -1), decay, jax.nn.sigmoid(b)), z
 
 
-def _short_conv(
-    conv: ShortConv, x: Float[Array, "tokens hidden"], context: LayerContext, state: State, rows: StateRows
-) -> tuple[Float[Array, "tokens hidden"], State]:
-    """LFM2's gated short convolution."""
-    params, (inputs,) = context.params, state
-    b, c, values = jnp.split(linear_with_bias("conv_in", x, context), 3, axis=1)
-    mixed, inputs = causal_conv(
-        b * values, params["conv_kernel"], params.get("conv_kernel_bias"), inputs, rows.slots, rows.positions,
-        rows.query_start_loc, max_query_len=rows.max_query_len,
-    )  # fmt: skip
-    return linear_with_bias("conv_out", c * mixed, context), (inputs,)
+def _advance_delta(
+    delta: GatedDelta, params: Params, inputs: Inputs, state: State, rows: StateRows
+) -> tuple[Float[Array, "tokens heads head_dim"], State]:
+    """`advance` of gated DeltaNet, with Qwen3-Next's convolution."""
+    (mixed, decay, beta), (earlier, matrices) = inputs, state
+    kernel = params["delta_conv"].reshape(delta.conv_width, -1)
+    mixed, earlier = causal_conv(mixed, kernel, None, earlier, activation="silu", **rows.of_kernel())
+    mixed = mixed.reshape(len(mixed), delta.k_heads, -1, delta.head_dim)
+    values = mixed[:, :, 2:].reshape(len(mixed), delta.v_heads, -1)
+    out, matrices = gated_delta(mixed[:, :, 0], mixed[:, :, 1], values, decay, beta, matrices, **rows.of_kernel())
+    return out, (earlier, matrices)
 
 
 def _from_zeros(

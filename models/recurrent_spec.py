@@ -21,6 +21,7 @@ class Recurrence:
 
     layers: tuple[bool, ...]     # per layer: True = it keeps a state
     scans: ClassVar[bool]        # it has float32 matrices as well, which `pallas_kernels.state_scan` updates
+    state_leaves: ClassVar[tuple[str, ...]]  # parameters that `recurrent.advance` reads, if the model has them
 
     @property
     def inner_size(self) -> int:
@@ -29,6 +30,10 @@ class Recurrence:
 
     def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Arrays of a request's state in one layer. dtype: of the model."""
+        raise NotImplementedError
+
+    def input_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Arrays that one token adds to the state: `recurrent.Inputs` without the axis of tokens."""
         raise NotImplementedError
 
     def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
@@ -41,6 +46,7 @@ class GatedDelta(Recurrence):
     """Gated DeltaNet (arXiv:2412.06464), in Qwen3-Next and Qwen3.5."""
 
     scans: ClassVar[bool] = True
+    state_leaves: ClassVar[tuple[str, ...]] = ("delta_conv",)
     k_heads: int                 # heads of queries and of keys
     v_heads: int                 # a multiple of k_heads; neighbouring value heads share a key head
     head_dim: int                # of queries, keys and values
@@ -52,15 +58,25 @@ class GatedDelta(Recurrence):
         return self.v_heads // self.k_heads
 
     @property
+    def channels(self) -> int:
+        """Width of q, k and v together."""
+        return (2 * self.k_heads + self.v_heads) * self.head_dim
+
+    @property
     def inner_size(self) -> int:
         """Width of all value heads."""
         return self.v_heads * self.head_dim
 
     def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Last inputs of the convolution over q, k and v, and a float32 matrix for each value head."""
-        inputs = (self.conv_width - 1, (2 * self.k_heads + self.v_heads) * self.head_dim)
+        inputs = (self.conv_width - 1, self.channels)
         matrices = (self.v_heads, self.head_dim, self.head_dim)
         return jax.ShapeDtypeStruct(inputs, np.dtype(dtype)), jax.ShapeDtypeStruct(matrices, np.dtype(np.float32))
+
+    def input_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Input of the convolution, decay and beta."""
+        number = jax.ShapeDtypeStruct((self.v_heads,), np.dtype(np.float32))
+        return jax.ShapeDtypeStruct((self.channels,), np.dtype(dtype)), number, number
 
     def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
         """Parameters of one layer. Heads are in the order of the key heads, each followed by its value heads."""
@@ -82,6 +98,7 @@ class ShortConv(Recurrence):
     """Gated short convolution of LFM2: c * conv(b * x), with b, c and x from the hidden state."""
 
     scans: ClassVar[bool] = False
+    state_leaves: ClassVar[tuple[str, ...]] = ("conv_kernel", "conv_kernel_bias")
     width: int                   # of b, c and x
     conv_width: int              # tokens that the convolution sees, its own included
     bias: bool = False           # of both matrices and of the convolution
@@ -94,6 +111,10 @@ class ShortConv(Recurrence):
     def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Last inputs of the convolution."""
         return (jax.ShapeDtypeStruct((self.conv_width - 1, self.width), np.dtype(dtype)),)
+
+    def input_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Input of the convolution."""
+        return (jax.ShapeDtypeStruct((self.width,), np.dtype(dtype)),)
 
     def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
         """Parameters of one layer."""
@@ -121,6 +142,7 @@ class Mamba2(Recurrence):
     """Mamba-2 (arXiv:2405.21060), in Granite 4, Nemotron-H and Falcon-H1."""
 
     scans: ClassVar[bool] = True
+    state_leaves: ClassVar[tuple[str, ...]] = ("mamba_conv", "mamba_conv_bias", "mamba_a_log", "mamba_d")
     heads: int
     head_dim: int
     groups: int                  # neighbouring heads of a group have the same b and c
@@ -148,6 +170,11 @@ class Mamba2(Recurrence):
         """Last inputs of the convolution, and a float32 matrix for each head."""
         inputs, matrices = (self.conv_width - 1, self.channels), (self.heads, self.state_dim, self.head_dim)
         return jax.ShapeDtypeStruct(inputs, np.dtype(dtype)), jax.ShapeDtypeStruct(matrices, np.dtype(np.float32))
+
+    def input_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Input of the convolution, and time steps."""
+        steps = jax.ShapeDtypeStruct((self.heads,), np.dtype(np.float32))
+        return jax.ShapeDtypeStruct((self.channels,), np.dtype(dtype)), steps
 
     def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
         """Parameters of one layer."""

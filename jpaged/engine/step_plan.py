@@ -148,6 +148,9 @@ class DraftPlan:
 
     guesses: np.ndarray  # int32[R, G]  guessed tokens; -1 is padding. G = `num_guesses(max_drafts)`
     first: np.ndarray    # int32[R]     position of the row's first guess; FROM_DEVICE: drafts of the runner's drafter
+    # int32[R]  with recurrent layers: slot for the state at the last block boundary that the row's length reaches in
+    # this step; -1: none is wanted. None: the model has no such layers
+    snapshots: np.ndarray | None = None
 
     def after(self, index: int, position: int, last: int, count: int) -> list[int]:
         """Up to `count` drafts of row `index` after its last token, as the device finds them.

@@ -21,6 +21,7 @@ from jpaged.runtime.compile.blueprint import FittedBuild
 from jpaged.runtime.compile.program_table import Program, ProgramTable
 from jpaged.runtime.memory.sleeping import HostWeights
 from jpaged.runtime.state import DeviceState
+from jpaged.runtime.step.advance_states import pack_rows, state_params
 from jpaged.runtime.step.batch import ForwardShape, pack, upload_long_rows
 from jpaged.runtime.step.block_moves import BlockMover
 from jpaged.runtime.step.forward import flat_weights, run_forward
@@ -233,6 +234,7 @@ class LastStageRunner(StageRunner):
         super()._use(params)
         head = None if params is None else lm_head_params(self._spec, self._with_adapters(params))
         self._lm_head_params = head
+        self._state_params = () if params is None else state_params(self._spec, params)
 
     def start_rows(self, inits: Sequence[RowInit]) -> None:
         """Set the extras of rows that start, before their step."""
@@ -286,9 +288,16 @@ class LastStageRunner(StageRunner):
     def sample_checked(self, plan: StepPlan, checked: jax.Array, masks: Sequence[RowMask]) -> jax.Array:
         """Sample for a verify step. checked: see `Batch`. masks: of tokens."""
         program = self.programs.sampler(checked.shape[1], plan.sampler, checks=True)
-        if not uses_extras(program.shape):
-            return self._run_output(program, checked)
-        return self._run_output(program, checked, self._token_masks(masks, program.shape.rows))
+        more = (self._token_masks(masks, program.shape.rows),) if uses_extras(program.shape) else ()
+        output, state = self._run_output(program, checked, *more), self.live
+        if state.recurrent:
+            advance = self.programs.advances[checked.shape[1]]
+            recurrent = advance.run(
+                self._state_params, state.recurrent, state.state_inputs, state.table,
+                pack_rows(plan, advance.shape.rows),
+            )  # fmt: skip
+            self.state = state.replace(recurrent=recurrent)
+        return output
 
     def _token_masks(self, masks: Sequence[RowMask], num_tokens: int, first: int = 0) -> jax.Array:
         """Masks of tokens, `first` and after, as `output_programs.sample_checked` takes them."""

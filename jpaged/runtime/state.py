@@ -88,6 +88,9 @@ class DeviceState:
     # for each recurrent layer, its arrays [state_slots, ...] (`Recurrence.state_shapes`). Slot i < max_num_seqs is of
     # row i, the others are snapshots
     recurrent: tuple[tuple[Leaf, ...], ...]
+    # of the last verify step: int32[program_rows] with the length of each row before it, then the inputs of recurrent
+    # layers, each array of `Recurrence.input_shapes` as [layers, verify_tokens, ...]. Empty: there are no verify steps
+    state_inputs: tuple[Leaf, ...]
     sampling: SamplingState
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
 
@@ -113,6 +116,7 @@ class StateSizes:
     program_rows: int  # maximum rows of a program
     custom: int = 0  # parameters of all custom logits processors
     snapshots: int = 0  # slots of recurrent layers, besides one for each row
+    verify_tokens: int = 0  # most tokens of a verify program; 0: there is none
     samples: bool = True  # False: not the last pipeline stage; `hidden` and the extras are empty
 
 
@@ -141,6 +145,7 @@ def state_shapes(
         hidden=array(dtype, sizes.tokens if sizes.samples else 0, spec.hidden_size),
         output_rows=array(np.int32, 2, sizes.program_rows),
         recurrent=_recurrent_shapes(spec, sizes, dtype, array),
+        state_inputs=_input_shapes(spec, sizes, dtype, array),
         sampling=SamplingState(
             counts=array(np.int32, rows, vocab),
             masks=array(np.uint32, rows, mask_words(vocab)),
@@ -160,6 +165,17 @@ def _recurrent_shapes(
     slots = sizes.rows + sizes.snapshots
     of_layer = tuple(array(each.dtype, slots, *each.shape) for each in spec.recurrence.state_shapes(dtype))
     return (of_layer,) * sum(spec.recurrent)
+
+
+def _input_shapes(
+    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, array: Callable[..., Any]
+) -> tuple[Any, ...]:
+    """`DeviceState.state_inputs`."""
+    if spec.recurrence is None or not sizes.verify_tokens:
+        return ()
+    first = (sum(spec.recurrent), sizes.verify_tokens)
+    inputs = (array(each.dtype, *first, *each.shape) for each in spec.recurrence.input_shapes(dtype))
+    return array(np.int32, sizes.program_rows), *inputs
 
 
 def create_state(

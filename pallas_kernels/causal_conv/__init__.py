@@ -31,6 +31,7 @@ def causal_conv(
     query_start_loc: Int[Array, " rows_plus_1"],
     *,
     max_query_len: int,
+    targets: Int[Array, " rows"] | None = None,
     activation: str | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "slots width_minus_1 channels"]]:
@@ -48,6 +49,9 @@ def causal_conv(
     positions:     int32, position in its sequence of each row's first token. At 0 the row's state starts as zeros,
                    whatever the slot holds. Rows without tokens write no state.
     max_query_len: static upper bound of the tokens per row.
+    targets:       int32, the slot that the state after each row's tokens is written to; None: the row's own. A number
+                   outside the array: it is not written. No two rows may share a target, and none may be the slot of
+                   another row with tokens.
     activation:    None or "silu".
     implementation: None: the best one for the platform that the call is lowered for. "reference" is one token after the
                    other, "xla" all tokens at once, "cpu" a native kernel for CPU. A row's bits on CPU depend on its
@@ -57,9 +61,10 @@ def causal_conv(
     do not fit, or if the implementation refuses the call.
     """
     most = _expect(x, weight, bias, states, max_query_len, activation)
-    expect_rows(slots, positions, query_start_loc)
+    expect_rows(slots, positions, query_start_loc, targets)
     bias = jnp.zeros(x.shape[1], jnp.float32) if bias is None else bias.astype(jnp.float32)
-    index = (array.astype(jnp.int32) for array in (slots, positions, query_start_loc))
+    rows = (slots, positions, query_start_loc, slots if targets is None else targets)
+    index = (array.astype(jnp.int32) for array in rows)
     call = (x, weight.astype(jnp.float32), bias, states, *index)
     options: dict[str, Any] = {"max_query_len": most, "activation": activation}
     if implementation is not None:

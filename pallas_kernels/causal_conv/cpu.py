@@ -41,6 +41,7 @@ def causal_conv(
     slots: Int[Array, " rows"],
     positions: Int[Array, " rows"],
     query_start_loc: Int[Array, " rows_plus_1"],
+    targets: Int[Array, " rows"],
     *,
     max_query_len: int,
     activation: str | None,
@@ -49,7 +50,7 @@ def causal_conv(
     del max_query_len
     name = kernel().name
     assert name is not None, "refuse() comes first"
-    return _call(name, (x, weight, bias, states, slots, positions, query_start_loc), activation)
+    return _call(name, (x, weight, bias, states, slots, positions, query_start_loc, targets), activation)
 
 
 def _call(name: str, arrays: tuple[Any, ...], activation: str | None) -> Any:
@@ -64,7 +65,8 @@ def _check(name: str) -> None:
     rng = np.random.default_rng(0)
     x, weight, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((24, 272), (4, 272), (272,)))
     states = rng.standard_normal((3, 3, 272)).astype(np.float32)
-    index = (np.array([2, 0]), np.array([0, 9]), np.array([0, 20, 22]))  # rows of 20 and 2 tokens, at 0 and 9
+    slots = np.array([2, 0])
+    index = (slots, np.array([0, 9]), np.array([0, 20, 22]), slots)  # rows of 20 and 2 tokens, at 0 and 9
     with jax.ensure_compile_time_eval():
         arrays = (*map(jnp.asarray, (x, weight, bias, states)), *(jnp.asarray(i, jnp.int32) for i in index))
         found = [np.asarray(array, np.float64) for array in _call(name, arrays, "silu")]

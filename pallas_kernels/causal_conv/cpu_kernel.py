@@ -22,9 +22,9 @@ MIN_SHARED_NUMBERS = 65_536  # of the input; below, one thread is faster
 
 # the job's words: the handler's arguments, the result, then sizes
 (
-    OPTIONS, X, WEIGHT, BIAS, STATES, SLOTS, POSITIONS, STARTS, OUT, ROWS, ALL_TOKENS, CHANNELS, BEFORE, NUM_SLOTS,
-    JOB_BYTES,
-) = words(14)  # fmt: skip
+    OPTIONS, X, WEIGHT, BIAS, STATES, SLOTS, POSITIONS, STARTS, TARGETS, OUT, ROWS, ALL_TOKENS, CHANNELS, BEFORE,
+    NUM_SLOTS, JOB_BYTES,
+) = words(15)  # fmt: skip
 
 
 @njit(inline="always", **NATIVE)
@@ -57,7 +57,8 @@ def convolve(job, unit, scratch):
     count, line = min(BLOCK, channels - first), 4 * BLOCK
     kind, state_kind = option(job, OPTION_KIND), option(job, OPTION_STATE_KIND)
     size, state_size = size_of(kind), size_of(state_kind)
-    slot = min(max(np.int64(load_int32(load_int64(job + SLOTS) + 4 * row)), 0), load_int64(job + NUM_SLOTS) - 1)
+    num_slots, target = load_int64(job + NUM_SLOTS), np.int64(load_int32(load_int64(job + TARGETS) + 4 * row))
+    slot = min(max(np.int64(load_int32(load_int64(job + SLOTS) + 4 * row)), 0), num_slots - 1)
     state = load_int64(job + STATES) + (slot * before * channels + first) * state_size
     y = scratch + (before + TOKENS) * line
     if load_int32(load_int64(job + POSITIONS) + 4 * row) == 0:
@@ -80,6 +81,9 @@ def convolve(job, unit, scratch):
         for j in range(before):  # the last inputs are those before the next token
             copy_bytes(scratch + j * line, scratch + (tokens + j) * line, 4 * count)
         begin += tokens
+    if not 0 <= target < num_slots:
+        return
+    state += (target - slot) * before * channels * state_size
     for j in range(before):
         narrow(state_kind, state + j * channels * state_size, scratch + j * line, count, ONE)
 
@@ -87,7 +91,7 @@ def convolve(job, unit, scratch):
 @njit(**NATIVE)
 def prepare(frame, job):
     """Write the job's words. Returns the number of units, and whether threads share them."""
-    for index in range(8):
+    for index in range(9):
         store_int64(job + OPTIONS + 8 * index, argument(frame, index))
     store_int64(job + STATES, result(frame, 1))  # the memory of the argument
     store_int64(job + OUT, result(frame, 0))

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.state_scan.call import written_slots
+
 
 def causal_conv(
     x: Float[Array, "tokens channels"],
@@ -13,6 +15,7 @@ def causal_conv(
     slots: Int[Array, " rows"],
     positions: Int[Array, " rows"],
     query_start_loc: Int[Array, " rows_plus_1"],
+    targets: Int[Array, " rows"],
     *,
     max_query_len: int,
     activation: str | None,
@@ -22,15 +25,16 @@ def causal_conv(
     starts = query_start_loc
     row_of = jnp.clip(jnp.searchsorted(starts, jnp.arange(x.shape[0]), side="right") - 1, 0, slots.shape[0] - 1)
 
-    def add(states: Array, t: Array) -> tuple[Array, Array]:
+    rows = jnp.where((positions == 0)[:, None, None], 0, states[slots])
+
+    def add(rows: Array, t: Array) -> tuple[Array, Array]:
         row = row_of[t]
-        state = jnp.where((t == starts[row]) & (positions[row] == 0), 0, states[slots[row]])
-        inputs = jnp.concatenate([state, x[t][None].astype(state.dtype)])
+        inputs = jnp.concatenate([rows[row], x[t][None].astype(rows.dtype)])
         y = bias + (weight * inputs.astype(jnp.float32)).sum(0)
         y = jax.nn.silu(y) if activation == "silu" else y
-        past_end = states.shape[0]  # padding tokens write nothing
-        states = states.at[jnp.where(t < starts[-1], slots[row], past_end)].set(inputs[1:], mode="drop")
-        return states, y.astype(x.dtype)
+        past_end = rows.shape[0]  # padding tokens change nothing
+        rows = rows.at[jnp.where(t < starts[-1], row, past_end)].set(inputs[1:], mode="drop")
+        return rows, y.astype(x.dtype)
 
-    states, y = jax.lax.scan(add, states, jnp.arange(x.shape[0]))
-    return y, states
+    rows, y = jax.lax.scan(add, rows, jnp.arange(x.shape[0]))
+    return y, states.at[written_slots(slots, targets, starts, states.shape[0])].set(rows, mode="drop")

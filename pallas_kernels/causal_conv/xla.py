@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.state_scan.call import written_slots
+
 
 def causal_conv(
     x: Float[Array, "tokens channels"],
@@ -13,6 +15,7 @@ def causal_conv(
     slots: Int[Array, " rows"],
     positions: Int[Array, " rows"],
     query_start_loc: Int[Array, " rows_plus_1"],
+    targets: Int[Array, " rows"],
     *,
     max_query_len: int,
     activation: str | None,
@@ -42,5 +45,5 @@ def causal_conv(
     own = rounded[jnp.clip(begins[:, None] + last - before, 0, tokens - 1)]
     state = jnp.take_along_axis(earlier, jnp.clip(last, 0, before - 1)[:, :, None], axis=1)
     new = jnp.where((last >= before)[:, :, None], own, state)
-    written = jnp.where(ends > begins, slots, states.shape[0])
+    written = written_slots(slots, targets, query_start_loc, states.shape[0])
     return y.astype(x.dtype), states.at[written].set(new, mode="drop")

@@ -26,6 +26,7 @@ def gated_delta(
     query_start_loc: Int[Array, " rows_plus_1"],
     *,
     max_query_len: int,
+    targets: Int[Array, " rows"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens v_heads v_dim"], Float[Array, "slots v_heads k_dim v_dim"]]:
@@ -45,6 +46,9 @@ def gated_delta(
     positions:     int32, position in its sequence of each row's first token. At 0 the row's state starts as zeros,
                    whatever the slot holds. Rows without tokens write no state.
     max_query_len: static upper bound of the tokens per row.
+    targets:       int32, the slot that the state after each row's tokens is written to; None: the row's own. A number
+                   outside the array: it is not written. No two rows may share a target, and none may be the slot of
+                   another row with tokens.
     scale:         of q; None: k_dim ** -0.5.
     implementation: None: the best one for the platform that the call is lowered for. "reference" is one token after the
                    other, "xla" one token of each row at a time, "cpu" a native kernel for CPU. A row's bits on CPU
@@ -57,7 +61,10 @@ def gated_delta(
     """
     wanted: Any = k.shape[-1] ** -0.5 if scale is None else scale
     number, most = expect_call(_NAMES, q, k, v, decay, beta, states, wanted, max_query_len)
-    expect_rows(slots, positions, query_start_loc)
+    expect_rows(slots, positions, query_start_loc, targets)
     index = (x.astype(jnp.int32) for x in (slots, positions, query_start_loc))
-    call = ScanCall(q, k, v, decay, beta, None, states, *index, scale=number, is_delta=True, max_query_len=most)
+    call = ScanCall(
+        q, k, v, decay, beta, None, states, *index, scale=number, is_delta=True, max_query_len=most,
+        targets=None if targets is None else targets.astype(jnp.int32),
+    )  # fmt: skip
     return state_scan(call, implementation)

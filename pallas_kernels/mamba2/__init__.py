@@ -25,6 +25,7 @@ def mamba2(
     query_start_loc: Int[Array, " rows_plus_1"],
     *,
     max_query_len: int,
+    targets: Int[Array, " rows"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "slots heads state_dim head_dim"]]:
     """Outputs of all tokens, and the states after the last token of each row. In place if the states are donated.
@@ -41,7 +42,7 @@ def mamba2(
     The other arguments, the dtypes, and the errors are those of `gated_delta`.
     """
     scale, most = expect_call(_NAMES, c, b, x, dt, dt, states, 1.0, max_query_len)
-    expect_rows(slots, positions, query_start_loc)
+    expect_rows(slots, positions, query_start_loc, targets)
     for name, array in (("a", a), ("d", d)):
         if array.shape != x.shape[1:2]:
             raise ValueError(f"{name} {array.shape}: must be [{x.shape[1]}], one per head of x")
@@ -50,6 +51,6 @@ def mamba2(
     index = (array.astype(jnp.int32) for array in (slots, positions, query_start_loc))
     call = ScanCall(
         c, b, x, dt * a, dt, d.astype(jnp.float32), states, *index,
-        scale=scale, is_delta=False, max_query_len=most,
+        scale=scale, is_delta=False, max_query_len=most, targets=None if targets is None else targets.astype(jnp.int32),
     )  # fmt: skip
     return state_scan(call, implementation)

@@ -47,6 +47,8 @@ def state_scan(
     from query_start_loc[-1] on are padding, with undefined results. Sums and states are float32. Results have v's
     dtype. In place if the states are donated. No two rows with tokens may share a slot.
 
+    targets: the slot that each row's state is written to; outside the array: it is not written. None: its own slot.
+
     implementation: None: the best one for the platform that the call is lowered for.
     """
     if implementation is not None:

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import expect_floats, expect_integers, expect_number, expect_static
@@ -15,7 +16,7 @@ EPS = 1e-6  # of the L2 norm of queries and keys
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "q", "k", "v", "decay", "factor", "skip", "states", "slots", "positions", "query_start_loc",
+        "q", "k", "v", "decay", "factor", "skip", "states", "slots", "positions", "query_start_loc", "targets",
     ],
     meta_fields=["scale", "is_delta", "max_query_len"],
 )  # fmt: skip
@@ -36,6 +37,7 @@ class ScanCall:
     scale: float                          # static, as the two below
     is_delta: bool
     max_query_len: int
+    targets: Int[Array, " rows"] | None = None
 
     @property
     def v_per_k(self) -> int:
@@ -43,13 +45,26 @@ class ScanCall:
         return self.v.shape[1] // self.k.shape[1]
 
 
-def expect_rows(slots: Any, positions: Any, query_start_loc: Any) -> None:
+def written_slots(
+    slots: Int[Array, " rows"], targets: Int[Array, " rows"] | None, query_start_loc: Int[Array, " rows_plus_1"],
+    num_slots: int,
+) -> Int[Array, " rows"]:  # fmt: skip
+    """The slot that each row's state is written to; num_slots: none, also for a row without tokens."""
+    written = slots if targets is None else jnp.where(targets < 0, num_slots, targets)
+    return jnp.where(query_start_loc[1:] > query_start_loc[:-1], written, num_slots)
+
+
+def expect_rows(slots: Any, positions: Any, query_start_loc: Any, targets: Any = None) -> None:
     """Raise ValueError unless the index arrays of a call with states fit each other."""
     for name, array, shape in (
         ("slots", slots, "[rows]"), ("positions", positions, "[rows]"),
         ("query_start_loc", query_start_loc, "[rows + 1]"),
     ):  # fmt: skip
         expect_integers(name, array, shape)
+    if targets is not None:
+        expect_integers("targets", targets, "[rows]")
+        if targets.shape != slots.shape:
+            raise ValueError(f"targets {targets.shape}: must be {slots.shape}, as slots")
     if positions.shape != slots.shape or query_start_loc.shape[0] != slots.shape[0] + 1:
         raise ValueError(
             f"slots {slots.shape}, positions {positions.shape}, query_start_loc {query_start_loc.shape}: must be "

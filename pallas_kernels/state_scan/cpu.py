@@ -49,7 +49,7 @@ def _call(name: str, call: ScanCall) -> Any:
     skip = np.zeros(call.v.shape[1], np.float32) if call.skip is None else call.skip
     return jax.ffi.ffi_call(name, (out, states), input_output_aliases={7: 1})(
         options, call.q, call.k, call.v, call.decay, call.factor, skip, call.states, call.slots, call.positions,
-        call.query_start_loc,
+        call.query_start_loc, call.slots if call.targets is None else call.targets,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ so a unit computes all tokens of its row. A token has the same order of operatio
 bits of a row depend on its own tokens only, not on the chunk, the batch or the number of threads.
 
 A row with several tokens copies its block to scratch: rows of a state are often 512 bytes apart, and such columns use
-half of the L1 cache.
+half of the L1 cache. So does a row whose new state has another slot, or none.
 """
 
 import numpy as np
@@ -32,9 +32,9 @@ MIN_SHARED_NUMBERS = 65_536  # of the states that are read, times tokens; below,
 
 # the job's words: the handler's arguments, the result, then sizes
 (
-    OPTIONS, Q, K, V, DECAY, FACTOR, SKIP, STATES, SLOTS, POSITIONS, STARTS, OUT,
+    OPTIONS, Q, K, V, DECAY, FACTOR, SKIP, STATES, SLOTS, POSITIONS, STARTS, TARGETS, OUT,
     ROWS, TOKENS, HEADS, K_HEADS, K_DIM, V_DIM, NUM_SLOTS, WIDTH, JOB_BYTES,
-) = words(20)  # fmt: skip
+) = words(21)  # fmt: skip
 
 
 @njit(inline="always", **NATIVE)
@@ -85,12 +85,13 @@ def scan(job, unit, scratch):
     begin, end = start_of(job, row), start_of(job, row + 1)
     if begin >= end:
         return
-    slot = min(max(np.int64(load_int32(load_int64(job + SLOTS) + 4 * row)), 0), load_int64(job + NUM_SLOTS) - 1)
+    num_slots, target = load_int64(job + NUM_SLOTS), np.int64(load_int32(load_int64(job + TARGETS) + 4 * row))
+    slot = min(max(np.int64(load_int32(load_int64(job + SLOTS) + 4 * row)), 0), num_slots - 1)
     stored, line = load_int64(job + STATES) + 4 * ((slot * heads + head) * k_dim * v_dim + first), 4 * v_dim
     q, k = scratch, scratch + 4 * k_dim
     v = k + 4 * k_dim
     state, state_line = stored, line
-    if end - begin > 1:
+    if end - begin > 1 or target != slot:
         state, state_line = v + 4 * block, 4 * block
     is_new = load_int32(load_int64(job + POSITIONS) + 4 * row) == 0
     if is_new or state != stored:
@@ -115,7 +116,8 @@ def scan(job, unit, scratch):
         factor = load_float32(load_int64(job + FACTOR) + 4 * (t * heads + head))
         step(is_delta, width, state, state_line, q, k, v, k_dim, decay, factor, scale, skip)
         narrow(kind, load_int64(job + OUT) + place, v, block, ONE)
-    if state != stored:
+    if state != stored and 0 <= target < num_slots:
+        stored += 4 * (target - slot) * heads * k_dim * v_dim
         for i in range(k_dim):
             copy_bytes(stored + i * line, state + i * state_line, 4 * block)
 
@@ -123,7 +125,7 @@ def scan(job, unit, scratch):
 @njit(**NATIVE)
 def prepare(frame, job):
     """Write the job's words. Returns the number of units, and whether threads share them."""
-    for index in range(11):
+    for index in range(12):
         store_int64(job + OPTIONS + 8 * index, argument(frame, index))
     store_int64(job + STATES, result(frame, 1))  # the memory of the argument
     store_int64(job + OUT, result(frame, 0))

@@ -2,6 +2,7 @@
 
 - `state_step_tpu`: tokens of rows with up to FEW tokens, one after the other. A program has a token and up to
   MOST_HEADS heads. Pallas fetches the state of the next row, and writes that of the row before, while a program works.
+  In a call with targets, the row's last program copies the state to its target instead.
 - `state_chunks_tpu`: longer rows, in chunks of CHUNK tokens as matmuls. A program has a chunk and a head. XLA gathers
   the tokens of the chunks first, because a TPU reads and writes whole tiles of memory. A call with `max_query_len` up
   to FEW leaves it out.
@@ -36,6 +37,8 @@ def refuse(device: Any, call: ScanCall) -> str | None:
     if call.v.dtype not in (jnp.float32, jnp.bfloat16) or call.q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"q of {call.q.dtype}, v of {call.v.dtype}: it takes float32 and bfloat16"
     k_dim, v_dim = call.states.shape[2:]
+    if call.targets is not None and call.max_query_len > FEW:
+        return f"targets of rows with {call.max_query_len} tokens: it takes targets of rows with up to {FEW} tokens"
     if k_dim % 8 or k_dim * -(-v_dim // 128) * 512 > MOST_BYTES:
         return f"states of {k_dim} x {v_dim} numbers: it takes multiples of 8 rows, and up to {MOST_BYTES >> 10} KiB"
     return refuse_tpu(device) if call.v.size and call.states.size else "there is nothing to compute"
@@ -62,10 +65,12 @@ def _row_of_token(call: ScanCall) -> Array:
 def _launch(
     kernel: Any, name: str, grid: tuple[Any, ...], scalars: tuple[Array, ...], inputs: list[tuple[Array, Any]],
     states: Array, state_spec: Any, out: jax.ShapeDtypeStruct, out_spec: Any, interpret: Any,
+    scratch: tuple[Any, ...] = (),
 ) -> tuple[Array, Array]:  # fmt: skip
     """Run a kernel of (slots, how, inputs, states, out, new states). inputs: arrays with their BlockSpec.
 
-    scalars: slot and `how` of each program, then what BlockSpecs read.
+    scalars: slot and `how` of each program, then what BlockSpecs and the kernel read. scratch: more arguments of the
+    kernel. With any, the new states are the whole array in HBM.
     """
     slots = jnp.clip(scalars[0], 0, states.shape[0] - 1)  # rows without tokens may name any slot
     scalars = (slots, *scalars[1:])
@@ -77,7 +82,8 @@ def _launch(
         [out, out_type(states.shape, states.dtype)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=grid, in_specs=[*(spec for _, spec in inputs), state_spec],
-            out_specs=[out_spec, state_spec],
+            out_specs=[out_spec, pl.BlockSpec(memory_space=pl.ANY) if scratch else state_spec],
+            scratch_shapes=scratch,
         ),
         input_output_aliases={len(scalars) + len(inputs): 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * len(grid)),
@@ -107,16 +113,22 @@ def _steps(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array]
         return x.reshape(x.shape[0], -1, width, *x.shape[2:])
 
     def spec(*shape: int, block_of_head: Any = lambda b: b) -> Any:
-        return pl.BlockSpec((1, 1, *shape), lambda b, i, slot, how, token: (token[i], block_of_head(b), 0, 0))
+        return pl.BlockSpec((1, 1, *shape), lambda b, i, slot, how, token, *_: (token[i], block_of_head(b), 0, 0))
 
     def numbers(x: Array) -> Array:
         return x.reshape(tokens, heads // block, 1, block)
 
     skip = jnp.zeros(heads, jnp.float32) if call.skip is None else call.skip
     key_spec = spec(keys, k_dim, block_of_head=lambda b: lax.div(b * block, call.v_per_k * keys))
+    kernel = functools.partial(_step_kernel, scale=call.scale, is_delta=call.is_delta, v_per_k=call.v_per_k)
+    scalars, scratch = (call.slots[row], how, token), ()
+    if call.targets is not None:
+        is_last = is_computed[token] & (token == ends[row] - 1)
+        kernel = functools.partial(_step_to_target, kernel)
+        scalars = (*scalars, jnp.where(is_last, call.targets[row], -1))
+        scratch = (pltpu.VMEM((1, block, k_dim, v_dim), jnp.float32), pltpu.SemaphoreType.DMA)
     out, states = _launch(
-        functools.partial(_step_kernel, scale=call.scale, is_delta=call.is_delta, v_per_k=call.v_per_k),
-        "state_step_tpu", (heads // block, jnp.maximum(count, 1)), (call.slots[row], how, token),
+        kernel, "state_step_tpu", (heads // block, jnp.maximum(count, 1)), scalars,
         [
             (by_blocks(call.q, keys), key_spec), (by_blocks(call.k, keys), key_spec),
             (by_blocks(call.v, block), spec(block, v_dim)), (numbers(call.decay), spec(1, block)),
@@ -125,6 +137,7 @@ def _steps(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array]
         ],
         states, pl.BlockSpec((1, block, k_dim, v_dim), lambda b, i, slot, *_: (slot[i], b, 0, 0)),
         jax.ShapeDtypeStruct((tokens, heads // block, block, v_dim), call.v.dtype), spec(block, v_dim), interpret,
+        scratch,
     )  # fmt: skip
     return out.reshape(call.v.shape), states
 
@@ -167,6 +180,20 @@ def _step_kernel(
             state_ref[0, head] = state
             results.append(scale * jnp.sum(q * state, axis=0, keepdims=True) + skip * v)
         out_ref[0, 0] = jnp.concatenate(results, axis=0).astype(out_ref.dtype)
+
+
+def _step_to_target(kernel: Any, slot_ref: Ref, how_ref: Ref, token_ref: Ref, target_ref: Ref, *refs: Ref) -> None:
+    """`_step_kernel` with the state in scratch. target_ref: of each program, -1 before a row's last token."""
+    *others, states_ref, state_ref, semaphore = refs
+    kernel(slot_ref, how_ref, token_ref, *others, state_ref)
+    block, target, heads = pl.program_id(0), target_ref[pl.program_id(1)], state_ref.shape[1]
+
+    @pl.when((target >= 0) & (target < states_ref.shape[0]))
+    def _write() -> None:
+        place = states_ref.at[pl.ds(target, 1), pl.ds(block * heads, heads)]
+        copy = pltpu.make_async_copy(state_ref, place, semaphore)
+        copy.start()
+        copy.wait()
 
 
 def _begin(how: Array, old_ref: Ref, state_ref: Ref) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.state_scan.call import EPS, ScanCall
+from pallas_kernels.state_scan.call import EPS, ScanCall, written_slots
 
 
 def l2_norm(x: Float[Array, "*shape width"]) -> Float[Array, "*shape width"]:
@@ -21,11 +21,11 @@ def state_scan(
     starts, (tokens, heads, _) = call.query_start_loc, call.v.shape
     row_of = jnp.clip(jnp.searchsorted(starts, jnp.arange(tokens), side="right") - 1, 0, call.slots.shape[0] - 1)
     skip = jnp.zeros(heads) if call.skip is None else call.skip
+    rows = jnp.where((call.positions == 0)[:, None, None, None], 0.0, call.states[call.slots])
 
-    def add(states: Array, t: Array) -> tuple[Array, Array]:
+    def add(rows: Array, t: Array) -> tuple[Array, Array]:
         row = row_of[t]
-        slot = call.slots[row]
-        state = jnp.where((t == starts[row]) & (call.positions[row] == 0), 0.0, states[slot])
+        state = rows[row]
         q, k = (jnp.repeat(x[t].astype(jnp.float32), call.v_per_k, axis=0) for x in (call.q, call.k))
         v, factor = call.v[t].astype(jnp.float32), call.factor[t, :, None]
         state = jnp.exp(call.decay[t])[:, None, None] * state
@@ -36,9 +36,10 @@ def state_scan(
             change = factor * v
         state += k[:, :, None] * change[:, None, :]
         out = call.scale * jnp.einsum("hk,hkv->hv", q, state, precision="highest") + skip[:, None] * v
-        past_end = states.shape[0]  # padding tokens write nothing
-        states = states.at[jnp.where(t < starts[-1], slot, past_end)].set(state, mode="drop")
-        return states, out.astype(call.v.dtype)
+        past_end = rows.shape[0]  # padding tokens change nothing
+        rows = rows.at[jnp.where(t < starts[-1], row, past_end)].set(state, mode="drop")
+        return rows, out.astype(call.v.dtype)
 
-    states, out = jax.lax.scan(add, call.states, jnp.arange(tokens))
-    return out, states
+    rows, out = jax.lax.scan(add, rows, jnp.arange(tokens))
+    written = written_slots(call.slots, call.targets, starts, call.states.shape[0])
+    return out, call.states.at[written].set(rows, mode="drop")

@@ -51,6 +51,7 @@ def state_scan(
     rows, columns = pl.next_power_of_2(k_dim), pl.next_power_of_2(v_dim)
     skip = jnp.zeros(heads, jnp.float32) if call.skip is None else call.skip
     given = (call.query_start_loc, call.slots, call.positions, skip, call.q, call.k, call.v, call.decay, call.factor)
+    given += () if call.targets is None else (call.targets,)
 
     # three products of numbers of 11 bits on the matrix units: 22 bits of float32's 24
     precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -79,7 +80,7 @@ def _kernel(
     decay_ref: Ref, factor_ref: Ref, *refs: Ref, compute: Any, call: ScanCall, rows: int, block: int,
     precision: Any,
 ) -> None:  # fmt: skip
-    """One row, head, and block of columns. compute: `_step` or `_chunks`."""
+    """One row, head, and block of columns. compute: `_step` or `_chunks`. refs: targets if there are any, changed."""
     out_ref, states_ref = refs[-2:]
     row, head = pl.program_id(0), pl.program_id(1)
     begin, end, position = starts_ref[row], starts_ref[row + 1], positions_ref[row]
@@ -124,9 +125,13 @@ def _kernel(
             plgpu.store(out_ref.at[across, head, v_at], result.astype(out_ref.dtype), mask=within & real_v)
 
         dot = functools.partial(plgpu.dot, precision=precision)
-        for place, mask, state in zip(
-            places, masks, compute(call, begin, end, position, states, inputs, store, dot), strict=True
-        ):
+        states = compute(call, begin, end, position, states, inputs, store, dot)
+        if call.targets is not None:
+            target = refs[0][row]
+            is_slot = (target >= 0) & (target < states_ref.shape[0])
+            places = [states_ref.at[target, head, i[:, None], column[None, :]] for i in parts]
+            masks = [mask & is_slot for mask in masks]
+        for place, mask, state in zip(places, masks, states, strict=True):
             plgpu.store(place, state, mask=mask)
 
     few = end - begin <= FEW

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.state_scan.call import ScanCall
+from pallas_kernels.state_scan.call import ScanCall, written_slots
 from pallas_kernels.state_scan.reference import l2_norm
 
 
@@ -14,7 +14,6 @@ def state_scan(
     """See `pallas_kernels.state_scan`. Sums are reductions, not matmuls, so a row's bits depend on no other row."""
     tokens, heads, _ = call.v.shape
     begins, ends = call.query_start_loc[:-1], call.query_start_loc[1:]
-    num_slots = call.states.shape[0]
     rows = jnp.take(call.states, call.slots, axis=0, mode="clip")
     rows = jnp.where((call.positions == 0)[:, None, None, None], 0.0, rows)
     skip = jnp.zeros(heads) if call.skip is None else call.skip
@@ -42,5 +41,5 @@ def state_scan(
         rows, out = add(jnp.int32(0), begin)
     else:
         rows, out = lax.fori_loop(0, jnp.max(ends - begins), add, begin)
-    written = jnp.where(ends > begins, call.slots, num_slots)
+    written = written_slots(call.slots, call.targets, call.query_start_loc, call.states.shape[0])
     return out, call.states.at[written].set(rows, mode="drop")

@@ -16,9 +16,12 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
-from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2
+from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2, ShortConv
 from jpaged.models.spec import Activation, Norm, QKNorm, param_shapes
+from jpaged.runtime.state import Field
+from jpaged.speculation_config import SpeculationConfig
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.tiny_engine import (
     BLOCK_SIZE,
     FULL,
@@ -44,8 +47,13 @@ WITH_WINDOW = dataclasses.replace(
     HYBRID, num_layers=4, sliding_window=(20, 20, None, None),
     recurrence=dataclasses.replace(HYBRID.recurrence, layers=(True, False, True, False)),
 )  # fmt: skip
+SHORT_CONV = dataclasses.replace(
+    FULL, num_layers=3, qk_norm=QKNorm.HEAD,
+    recurrence=ShortConv((True, False, True), width=64, conv_width=3, bias=True),
+)  # fmt: skip
 MAMBA = Mamba2((True, False, True), heads=4, head_dim=16, groups=2, state_dim=32, conv_width=4)
 BY_KIND = {
+    "short convolution": SHORT_CONV,
     "mamba": dataclasses.replace(FULL, num_layers=3, recurrence=MAMBA),
     # Nemotron-H: Mamba-2, a feed-forward network, attention, Mamba-2, a feed-forward network
     "one block a layer": dataclasses.replace(
@@ -82,7 +90,7 @@ def poison_states(engine):
     runner, states = engine.runner.runner, engine.scheduler.manager.states
     if states._due or states._late:
         return  # copies that are due still read them
-    used = {request.schedule.row for request in engine.scheduler.running} | set(states._named.values())
+    used = {request.schedule.row for request in engine.scheduler.running} | {*states._named.values(), *states._reserved}
     used |= {request.kv.snapshot_slot for request in engine.scheduler.running}
     count = runner.state.recurrent[0][0].shape[0]
     free = jnp.array([slot not in used for slot in range(count)])
@@ -115,7 +123,7 @@ def test_cold_equals_warm_at_every_split(runner, splits):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_cold_equals_warm_with_other_kinds(kind):
-    """Mamba-2, in layers of each form."""
+    """Short convolutions, and Mamba-2 in layers of each form."""
     runner = make_runner(BY_KIND[kind])
     check_splits(runner, (7, 8, 39, 40, 41, 59))
     runner.close()
@@ -219,11 +227,121 @@ def test_few_snapshots_are_used_again(runner):
     assert answer(engine, prompts[-1], greedy())[1] == 32  # the last used one is there
 
 
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+DRAFTS = {"method": "custom", "num_speculative_tokens": 5}
+
+
+def drafting_runner(spec):
+    return make_runner(spec, speculative_config=SpeculationConfig.from_fields(DRAFTS | {"function": len}))
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    runner = drafting_runner(HYBRID)
+    yield runner
+    runner.close()
+
+
+def drafting_engine(runner, sequences, **options):
+    """An engine that drafts in most steps. It knows the sequences, and is wrong at some places."""
+    with always_drafting():
+        return make_engine(runner, drafts=DRAFTS | {"function": Recorded(sequences)}, **options)
+
+
+def sequences_of(outputs):
+    """Prompts with their answers."""
+    return [[*each.prompt_token_ids, *answer.token_ids] for each in outputs for answer in each.outputs]
+
+
+def check_that_drafts_change_nothing(runner, requests, **options):
+    """All requests at once have the bits that they have without drafts. So does the next turn, which finds them."""
+    plain = run(make_engine(runner), requests, after_step=poison_states)
+    sequences = sequences_of(plain.values())
+    turns = [(sequence + prompt_of(9, seed=i), greedy()) for i, sequence in enumerate(sequences)]
+    cold = alone(make_engine(runner, caching=False), turns)
+    engine = drafting_engine(runner, sequences, **options)
+    for _ in range(2):  # the second time from the prefix cache
+        found = run(engine, requests, after_step=poison_states)
+        assert [bits(found[name]) for name in plain] == [bits(output) for output in plain.values()]
+    check_drafts(engine.stats().speculation)
+    outputs = [run(engine, [turn], after_step=poison_states)["0"] for turn in turns]
+    assert [bits(output) for output in outputs] == cold
+    lengths = map(len, sequences)
+    return engine, [(length, output.num_cached_tokens) for length, output in zip(lengths, outputs, strict=True)]
+
+
+def test_drafts_change_no_bit_and_the_next_turn_is_found(drafting):
+    """Snapshots in the middle of a verify step have the state at the block boundary."""
+    lengths = (3, 16, 33, 40)
+    requests = [(prompt_of(length, seed=length), greedy(40 - i)) for i, length in enumerate(lengths)]
+    _, found = check_that_drafts_change_nothing(drafting, requests)
+    assert [cached for _, cached in found] == [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length, _ in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW, SHORT_CONV], ids=["full", "window", "convolutions"])
+def test_drafts_with_samples_preemption_and_the_host_tier(drafting, spec):
+    runner = drafting if spec is HYBRID else drafting_runner(spec)
+    samples = SamplingParams(max_tokens=25, ignore_eos=True, logprobs=2, n=3, temperature=0.9, seed=1)
+    requests = [(prompt_of(20), samples)]
+    requests += [(prompt_of(length, seed=length), greedy(30)) for length in (7, 16, 25, 33, 40)]
+    blocks = 26 if len(runner.windows) == 1 else 48
+    for options in ({}, {"caching": False}, {"host_slots": HOST_SLOTS, "costs": FETCH}):
+        check_that_drafts_change_nothing(runner, requests, **options)
+        engine, _ = check_that_drafts_change_nothing(runner, requests, num_blocks=blocks, **options)
+        assert engine.stats().preemptions > 0
+
+
+@pytest.mark.slow
+def test_aborts_while_drafts_are_in_flight(drafting):
+    """Requests of other lengths end at each step. The others, and those that find their prefix, have the right bits."""
+    requests = [(prompt_of(length, seed=length), greedy(40)) for length in (3, 16, 33, 40)]
+    plain = run(make_engine(drafting), requests)
+    engine = drafting_engine(drafting, sequences_of(plain.values()))
+    for moment in range(1, 14):
+        for number, (prompt, params) in enumerate(requests):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        for _ in range(moment):
+            engine.step()
+            poison_states(engine)
+        engine.abort([str(moment % 4)])
+        done = drain(engine, after_step=poison_states)
+        assert {name: bits(output) for name, output in done.items()}.items() <= {
+            name: bits(output) for name, output in plain.items()
+        }.items()
+
+
+@pytest.mark.parametrize("kept", ["all", "none"])
+def test_states_of_wrong_tokens_are_seen(drafting, kept, monkeypatch):
+    """The state after all tokens of a verify step, rejected drafts included, or before them, gives other answers."""
+    requests = [(prompt_of(length, seed=length), greedy(40)) for length in (3, 16, 33, 40)]
+    plain = run(make_engine(drafting), requests)
+
+    def wrong(program):
+        def advance(params, states, inputs, table, packed):
+            (rows, num_tokens, _), lengths = packed[:, packed[0] >= 0], np.array(table)
+            before = np.asarray(inputs[0])[: len(rows)]
+            lengths[rows, Field.LENGTH] = before + num_tokens * (kept == "all")
+            return program.run(params, states, inputs, lengths, packed)
+
+        return dataclasses.replace(program, run=advance)
+
+    programs = drafting.programs
+    monkeypatch.setattr(programs, "advances", {size: wrong(program) for size, program in programs.advances.items()})
+    engine = drafting_engine(drafting, sequences_of(plain.values()))
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    done = {}
+    while engine.has_work:
+        done |= {output.request_id: output for output in engine.step()}
+    assert [bits(done[name]) for name in plain] != [bits(output) for output in plain.values()]
+
+
 def test_options_that_do_not_work_with_state_are_refused_by_name(tmp_path):
     write_checkpoint(BY_NAME["qwen3.5"], 0, tmp_path)
-    ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    for name, value in {"tensor_parallel_size": 2, "deterministic": True, "speculative_config": ngram,
-                        "enable_lora": True, "kv_handover": True}.items():  # fmt: skip
+    for name, value in {"tensor_parallel_size": 2, "deterministic": True, "enable_lora": True,
+                        "kv_handover": True}.items():  # fmt: skip
         with pytest.raises(ModelLoadError, match=f"{name}=.*recurrent layers"):
             LLM(str(tmp_path), dtype="float32", **{name: value})
 

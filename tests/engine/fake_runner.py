@@ -13,7 +13,8 @@ written to.
    later token may see.
 6. An adapter is a number, which changes every token of the model. A row reads it in its slot when it computes.
 7. With `recurrent_sizes`, a slot of recurrent state has the tokens that it was computed from, their salt, and the
-   oldest weights. A row's state must have all tokens before those that the row computes, as the pages have.
+   oldest weights. A row's state must have all tokens before those that the row computes, as the pages have. A verify
+   step adds the kept tokens to it when it samples.
 """
 
 import dataclasses
@@ -194,7 +195,7 @@ class FakeRunner:
                 self.lengths[row] += count
         if self.states:
             for row, tokens in zip(plan.rows[:first_fork].tolist(), ids, strict=False):
-                self._advance_state(row, int(before[row]), tokens)
+                self._advance_state(row, int(before[row]), tokens if plan.drafts is None else ())
         if plan.drafts is None:
             tokens = self._attend_last(plan, first_fork)
         else:
@@ -253,6 +254,8 @@ class FakeRunner:
             fits = [draft == sample for draft, sample in zip(computed[1:], samples, strict=False)]
             accepted.append(fits.index(False) if False in fits else len(fits))
             self.last_tokens[row] = samples[accepted[-1]]
+            if self.states:
+                self._keep(plan, len(accepted) - 1, computed[: accepted[-1] + 1])
             self._spoil(row, int(self.lengths[row]) + accepted[-1] + 1, int(self.lengths[row]) + count)
             self.lengths[row] += accepted[-1] + 1
             first += count
@@ -267,7 +270,19 @@ class FakeRunner:
             self.row_tokens[row, position] = GARBAGE
             self.pages[self.tables[:, row, position // self.block_size], position % self.block_size] = GARBAGE
 
-    def _advance_state(self, row: int, length: int, tokens: list[int]) -> None:
+    def _keep(self, plan: StepPlan, index: int, tokens: list[int]) -> None:
+        """Advance the state of row `index` of a verify step by its kept tokens, and take a snapshot of it."""
+        assert plan.drafts is not None
+        assert plan.drafts.snapshots is not None
+        row, slot = int(plan.rows[index]), int(plan.drafts.snapshots[index])
+        length, state = int(self.lengths[row]), self.states[row]
+        boundary = (length + len(tokens)) // self.block_size * self.block_size
+        if boundary > length and slot >= 0:
+            assert slot >= self.max_num_seqs, "the slot of a row"
+            self.states[slot] = (state[0] + tuple(tokens[: boundary - length]), *state[1:])
+        self.states[row] = (state[0] + tuple(tokens), *state[1:])
+
+    def _advance_state(self, row: int, length: int, tokens: Sequence[int]) -> None:
         """Compute a row's state. Before, it must be that of the row's first `length` tokens."""
         state = (tuple[int, ...](), self._salt(row), int(self.row_weights[row]))
         if length:

@@ -1,4 +1,4 @@
-"""The state machine of `engine_machine` for a model with recurrent layers."""
+"""The state machine of `engine_machine` for a model with recurrent layers, also with verify steps."""
 
 from collections.abc import Iterator
 
@@ -8,6 +8,7 @@ from hypothesis.stateful import rule
 
 from jpaged.engine.step_plan import RecurrentSizes
 from tests.engine.engine_machine import EngineMachine
+from tests.engine.speculating_machine import SpeculatingMachine
 
 
 class HybridMachine(EngineMachine):
@@ -41,3 +42,17 @@ class HybridMachine(EngineMachine):
 def _no_leaves() -> Iterator[int]:
     raise OSError("there are no weights")
     yield 0
+
+class SpeculatingHybridMachine(HybridMachine, SpeculatingMachine):
+    """Drafts on a model with recurrent layers. Counts snapshots that verify steps have taken."""
+
+    def step(self) -> None:
+        super().step()
+        states = self.engine.scheduler.manager.states
+        assert states is not None
+        plans = [step.plan.drafts for step in self.engine.scheduler._newest if step.plan.drafts is not None]
+        self.reached["reserved slots"] += any((drafts.snapshots >= 0).any() for drafts in plans)
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert not self.engine.scheduler.manager.states._reserved, "a slot that no step will free"

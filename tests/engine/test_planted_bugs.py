@@ -34,7 +34,7 @@ from jpaged.errors import EngineError
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import COUNTERS, EngineMachine
 from tests.engine.fake_runner import FakeRunner
-from tests.engine.hybrid_machine import HybridMachine
+from tests.engine.hybrid_machine import HybridMachine, SpeculatingHybridMachine
 from tests.engine.pool_machine import PoolMachine
 from tests.engine.speculating_machine import Grammar, SpeculatingMachine
 from tests.engine.weights_machine import MOMENTS, WeightsMachine
@@ -86,6 +86,15 @@ STATE_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 def state_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """Register a function that plants a bug of recurrent state."""
     STATE_BUGS[plant.__name__] = plant
+    return plant
+
+
+KEPT_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def kept_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Register a function that plants a bug of recurrent state in verify steps."""
+    KEPT_BUGS[plant.__name__] = plant
     return plant
 
 
@@ -664,6 +673,60 @@ def snapshots_lost_when_all_are_preempted(patch):
     patch.setattr(Scheduler, "preempt_all", preempt_and_drop)
 
 
+@kept_bug
+def a_state_that_keeps_rejected_drafts(patch):
+    """A verify step advances the state by all of its tokens."""
+    sample = FakeRunner._sample_checked
+
+    def keep_all(runner, handle, masks):
+        before = runner.lengths.copy()
+        found = sample(runner, handle, masks)
+        for row, computed in zip(handle.plan.rows.tolist(), handle.computed, strict=True):
+            if runner.states:
+                tokens, *more = runner.states[row]
+                runner.states[row] = (tokens[: before[row]] + tuple(computed), *more)
+        return found
+
+    patch.setattr(FakeRunner, "_sample_checked", keep_all)
+
+
+@kept_bug
+def a_snapshot_of_a_row_with_drafts_in_flight(patch):
+    """The row is taken to be at the boundary that it reaches if all drafts are accepted."""
+    note = StateSlots.note_decode
+
+    def note_all(states, request):
+        schedule = request.schedule
+        count, schedule.num_drafts_in_flight = schedule.num_drafts_in_flight, 0
+        note(states, request)
+        schedule.num_drafts_in_flight = count
+
+    patch.setattr(StateSlots, "note_decode", note_all)
+
+
+@kept_bug
+def a_snapshot_named_by_planned_drafts(patch):
+    """The boundary is that of all drafts, not of the accepted ones."""
+
+    def note_planned(scheduler, step, num_accepted):
+        note(scheduler, step, (step.plan.num_tokens - 1).tolist())
+
+    note = Scheduler._note_snapshots
+    patch.setattr(Scheduler, "_note_snapshots", note_planned)
+
+
+@kept_bug
+def a_jump_over_drafts_in_flight(patch):
+    """The device may accept drafts, and their state stays."""
+    patch.setattr(Scheduler, "may_discard", lambda scheduler, request: True)
+
+
+@kept_bug
+def slots_reserved_for_ever(patch):
+    """The slots of a failed verify step are not freed."""
+    patch.setattr(StateSlots, "forget_reserved", lambda states: None)
+
+
 # The gate looks for all of them. Those here are found in less than a second each.
 QUICK = [name for name in list(BUGS)[::6] if name != "a_slot_freed_before_it_is_read"]
 
@@ -715,6 +778,16 @@ QUICK_STATE_BUGS = ("a_snapshot_a_token_late", "a_state_that_is_not_reset", "a_h
 )
 def test_a_planted_bug_of_recurrent_state_is_found(name, monkeypatch):
     _find(name, STATE_BUGS[name], HybridMachine, monkeypatch)
+
+
+QUICK_KEPT_BUGS = ("a_state_that_keeps_rejected_drafts", "a_snapshot_of_a_row_with_drafts_in_flight")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_KEPT_BUGS)) for name in KEPT_BUGS]
+)
+def test_a_planted_bug_of_recurrent_state_in_verify_steps_is_found(name, monkeypatch):
+    _find(name, KEPT_BUGS[name], SpeculatingHybridMachine, monkeypatch)
 
 
 def _find(name, plant, machine, patch):

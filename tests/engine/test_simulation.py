@@ -6,7 +6,7 @@ from hypothesis import settings
 
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
-from tests.engine.hybrid_machine import HybridMachine
+from tests.engine.hybrid_machine import HybridMachine, SpeculatingHybridMachine
 from tests.engine.speculating_machine import SpeculatingMachine
 from tests.engine.weights_machine import WeightsMachine
 
@@ -52,6 +52,17 @@ class TestHybrid(HybridMachine.TestCase):
 
 @pytest.mark.slow
 class TestHybridLonger(HybridMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=40)
+
+
+class TestSpeculatingHybrid(SpeculatingHybridMachine.TestCase):
+    """With recurrent layers and verify steps. The gate runs TestSpeculatingHybridLonger too."""
+
+    settings = settings(max_examples=3, stateful_step_count=30)
+
+
+@pytest.mark.slow
+class TestSpeculatingHybridLonger(SpeculatingHybridMachine.TestCase):
     settings = settings(max_examples=150, stateful_step_count=40)
 
 

@@ -34,6 +34,7 @@ class Shape:
     slots: int = 9
     bias: bool = True     # of causal_conv
     activation: str | None = "silu"
+    targets: bool = False  # new states have other slots than the old ones, or none
 
     @property
     def channels(self) -> int:
@@ -46,7 +47,10 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0):
     rng = np.random.default_rng(seed)
     counts, positions = np.array(rows, np.int32).reshape(-1, 2).T
     counts, positions = (np.pad(a, (0, shape.rows - len(a))) for a in (counts, positions))
-    slots = rng.permutation(shape.slots)[: shape.rows]
+    order = rng.permutation(shape.slots)
+    slots = order[: shape.rows]
+    targets = np.concatenate([order[shape.rows :], [-1, shape.slots]])[: shape.rows]
+    targets = np.pad(targets, (0, shape.rows - len(targets)), constant_values=-1)
     slots[counts == 0] = 0  # rows without tokens may name any slot
     normal, heads = rng.standard_normal, shape.heads
     count = shape.tokens
@@ -81,6 +85,7 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0):
     states[poisoned] = np.nan
     starts = np.cumsum([0, *counts])
     index = {"slots": slots, "positions": positions, "query_start_loc": starts}
+    index |= {"targets": rng.permutation(targets)} if shape.targets else {}
     return {
         **case, "states": device_array(states, dtype), **{n: device_array(x, "int32") for n, x in index.items()}
     }  # fmt: skip
@@ -102,7 +107,7 @@ def _program(shape: Shape, implementation, max_query_len):
 def run(shape: Shape, case, implementation, *, max_query_len=None):
     """Outputs of all tokens but padding, and the states, in numpy."""
     most = max_query_len or shape.tokens
-    out, states = _program(shape, implementation, most)(*case.values())
+    out, states = _program(shape, implementation, most)(**case)
     return np.asarray(out)[: int(case["query_start_loc"][-1])], np.asarray(states)
 
 
@@ -120,7 +125,9 @@ def expected(shape: Shape, case):
         state = np.zeros_like(states[slot]) if positions[row] == 0 else states[slot]
         for t in tokens:
             state, out[t] = step(shape, arrays, state, t)
-        states[slot] = state
+        target = int(case["targets"][row]) if shape.targets else slot
+        if 0 <= target < len(states):
+            states[target] = state
     return out, states
 
 

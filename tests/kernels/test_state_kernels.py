@@ -30,6 +30,21 @@ def test_ragged_rows(operation, implementation):
 
 
 @pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [
+        *(("gated_delta", name) for name in ("cpu", "xla", "triton", "mosaic_tpu")), ("causal_conv", "cpu"),
+        ("causal_conv", "xla"), *(pytest.param(name, "reference", marks=slow) for name in SHAPES),
+        *(pytest.param("mamba2", name, marks=slow) for name in ("cpu", "xla", "triton", "mosaic_tpu")),
+    ],
+)  # fmt: skip
+def test_states_written_to_other_slots_or_not_at_all(operation, implementation):
+    """Old states stay as they are, those of rows with one token too."""
+    shape = dataclasses.replace(SHAPES[operation], targets=True)
+    for seed, rows in enumerate((oracle.RAGGED, oracle.DECODES)):
+        oracle.check(shape, oracle.make_case(shape, rows, seed=seed), implementation, factor=4)
+
+
+@pytest.mark.parametrize(
     ("operation", "change", "message"),
     [
         ("gated_delta", {"q": (32, 2, 8)}, "q and k must have one shape"),
@@ -37,6 +52,7 @@ def test_ragged_rows(operation, implementation):
         ("gated_delta", {"beta": (32, 2)}, r"beta \(32, 2\): must be \(32, 4\), one per token and head"),
         ("gated_delta", {"states": (9, 4, 16, 8)}, r"states \(9, 4, 16, 8\): must be \[slots, 4, 16, 16\]"),
         ("gated_delta", {"positions": (5,)}, r"positions \(5,\), query_start_loc \(7,\): must be \[rows\]"),
+        ("gated_delta", {"targets": (5,)}, r"targets \(5,\): must be \(6,\), as slots"),
         ("mamba2", {"a": (3,)}, r"a \(3,\): must be \[6\], one per head of x"),
         ("mamba2", {"b": (32, 3, 8)}, "c and b must have one shape"),
         ("causal_conv", {"weight": (4, 32)}, r"weight \(4, 32\): must be \[width, 64\]"),
@@ -47,9 +63,9 @@ def test_ragged_rows(operation, implementation):
 def test_arguments_that_do_not_fit_are_named(operation, change, message, plain_errors):
     case = oracle.make_case(SHAPES[operation])
     for name, shape in change.items():
-        case[name] = jax.ShapeDtypeStruct(shape, case[name].dtype)
+        case[name] = jax.ShapeDtypeStruct(shape, case.get(name, case["slots"]).dtype)
     with pytest.raises(ValueError, match=message):
-        oracle.call_of(SHAPES[operation], None, 32)(*case.values())
+        oracle.call_of(SHAPES[operation], None, 32)(**case)
 
 
 def test_options_that_do_not_fit_are_named(plain_errors):

@@ -69,6 +69,17 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
         "arcee", {"num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4, "vocab_size": 128_004},
         4_619_184_640,
     ),
+    "LFM2-1.2B": (
+        "lfm2",
+        {"hidden_size": 2048, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_ff_dim": 12_288},
+        1_170_340_608,
+    ),
+    "LFM2-8B-A1B": (
+        "lfm2_moe",
+        {"num_hidden_layers": 24,
+         "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+        8_339_930_560,
+    ),
     "Kimi-K2": (
         "deepseek_v3",
         {"first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,

@@ -19,11 +19,12 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.recurrent_spec import GatedDelta
+from jpaged.models.recurrent_spec import GatedDelta, ShortConv
 from jpaged.models.spec import DecoderSpec, Experts, Latent, LayerKV, QKNorm, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
+from jpaged.runtime.step.advance_states import AdvanceShape, compile_advance
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import HOST_BUCKET, BlockMover
 from jpaged.runtime.step.forward import compile_forward, flat_weights, run_forward
@@ -47,8 +48,12 @@ UNLIKE = (LayerKV(4, 64), LayerKV(4, 64), LayerKV(8, 64, values_are_keys=True), 
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 # Two recurrent layers, whose slots take far more bytes than the state of all rows
 DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=64, conv_width=4), 256
+CONV = ShortConv((True, False, True), width=SPEC.hidden_size, conv_width=33)
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
 PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
+
+VERIFY = ForwardShape(False, 32, ROWS, BLOCK_SIZE, drafts=3)
+ADVANCE = AdvanceShape(VERIFY.tokens, ROWS, VERIFY.drafts, BLOCK_SIZE)
 
 DEVICELESS = marks(H200)
 # target of the compiler -> implementation of attention
@@ -69,11 +74,12 @@ def dtype_of(target):
     return jnp.dtype("float32" if target == "cpu" and old else "bfloat16")
 
 
-def sizes(blocks, snapshots=0):
+def sizes(blocks, snapshots=0, verify_tokens=0):
     """Sizes of the device state."""
     return StateSizes(
-        blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens, ROWS, snapshots=snapshots
-    )
+        blocks, BLOCK_SIZE, ROWS, SPEC.max_position // BLOCK_SIZE, PREFILL.tokens, ROWS, snapshots=snapshots,
+        verify_tokens=verify_tokens,
+    )  # fmt: skip
 
 
 def placement_on(target):
@@ -95,12 +101,15 @@ def compiled(
     kv_groups = group_layers(
         spec.windows, spec.max_position, spec.attends, spec.recurrent, spec.page_parts, spec.kv_sources
     )
-    shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     if target != "cpu":
         mesh = (V5E if target.startswith("v5e") else H200).tracing()
-    snapshots = 0 if recurrence is None else SNAPSHOTS
-    state = state_shapes(spec, kv_groups, sizes(blocks, snapshots), dtype=dtype, placement=placement)
+    snapshots, verify_tokens = (0, 0) if recurrence is None else (SNAPSHOTS, VERIFY.tokens)
+    state = state_shapes(spec, kv_groups, sizes(blocks, snapshots, verify_tokens), dtype=dtype, placement=placement)
     params = placement.shapes_of(param_shapes(spec, dtype))
+    if isinstance(shape, AdvanceShape):
+        with mesh:
+            return compile_advance(params, state, shape, spec=spec, placement=placement)
+    shape = dataclasses.replace(shape, num_kv_groups=len(kv_groups.windows))
     with mesh:
         return compile_forward(
             params, state, shape, spec=spec, kv_groups=kv_groups, layout=WeightLayout(),
@@ -183,15 +192,22 @@ def test_pages_of_unlike_layers_are_not_copied(target, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=str)
-def test_recurrent_state_is_not_copied(shape):
-    """On CPU. Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
-    program = compiled("cpu", shape, recurrence=DELTA)
-    slots = (ROWS + SNAPSHOTS) * DELTA.v_heads * DELTA.head_dim**2 * 4
+@pytest.mark.parametrize("shape", [PREFILL, DECODE, VERIFY, ADVANCE], ids=str)
+@pytest.mark.parametrize(
+    ("target", "recurrence"),
+    [
+        pytest.param("cpu", DELTA, id="gated DeltaNet"), pytest.param("cpu", CONV, id="short convolution"),
+        pytest.param("h200 kernels", DELTA, id="gated DeltaNet, h200", marks=DEVICELESS),
+    ],
+)  # fmt: skip
+def test_recurrent_state_is_not_copied(target, recurrence, shape):
+    """Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
+    program = compiled(target, shape, recurrence=recurrence)
+    slots = (ROWS + SNAPSHOTS) * recurrence.state_shapes(np.float32)[-1].size * 4
     assert large_moves(program.as_text(), slots // 2) == []
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < slots
-    assert memory.alias_size_in_bytes >= 2 * slots + pool_bytes("cpu")
+    assert memory.alias_size_in_bytes >= 2 * slots + (0 if shape is ADVANCE else pool_bytes(target))
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])

@@ -14,6 +14,10 @@ name is that of the last of these blocks, which depends on all tokens before. Sn
 
 Without a free slot, the least recently used snapshot is overwritten. A snapshot of tokens in flight is *pending*: it
 gets its name when they are known, at the latest when the request leaves its row.
+
+While drafts of a row are in flight, only the device knows the length of the row, and its state. So a row of a verify
+step gets a *reserved* slot, if it may reach a block boundary. The device writes the state there at the boundary. When
+the step arrives, the slot becomes the pending snapshot, or is free again. Rejected drafts change no state.
 """
 
 from collections import OrderedDict
@@ -37,6 +41,7 @@ class StateSlots:
         self._free = list(reversed(self._slots))
         self._due: list[tuple[BlockMove, int, int]] = []   # copies before the next step, in order
         self._late: list[tuple[BlockMove, int, int]] = []  # copies after it
+        self._reserved: set[int] = set()  # of verify steps in flight
 
     @property
     def num_snapshots(self) -> int:
@@ -95,6 +100,8 @@ class StateSlots:
         kv, blocks = request.kv, request.schedule.num_computed // self._size
         if kv.num_indexed_blocks == NEVER:  # computed with old weights in part
             return
+        if request.schedule.num_drafts_in_flight:  # the row may be before the boundary
+            return
         if kv.snapshot_blocks % self._interval == 0:
             self._settle(request)
         slot = self._take() if kv.snapshot_slot is None else kv.snapshot_slot
@@ -102,10 +109,45 @@ class StateSlots:
             kv.snapshot_slot, kv.snapshot_blocks = slot, blocks
             self._due.append((BlockMove.STATE, request.schedule.row, slot))
 
+    def reserve(self, request: Request) -> int | None:
+        """Slot for the state at the last block boundary that a row of the planned verify step reaches.
+
+        None: it reaches none, or there is no slot. `note_verified` or `forget_reserved` frees the slot.
+        """
+        schedule = request.schedule
+        certain = schedule.num_computed - schedule.num_drafts_in_flight  # after the step, without any draft
+        if (certain - 1) // self._size == schedule.num_computed // self._size or request.kv.num_indexed_blocks == NEVER:
+            return None
+        slot = self._take()
+        if slot is not None:
+            self._reserved.add(slot)
+        return slot
+
+    def note_verified(self, request: Request, slot: int, accepted: int | None) -> None:
+        """Note that a verify step with a reserved slot has arrived. The request has none of its tokens yet.
+
+        accepted: drafts of the row. None: the request does not run, or its results are dropped.
+        """
+        self._reserved.remove(slot)
+        kv, known = request.kv, len(request.token_ids)
+        if accepted is None or (known + accepted) // self._size == (known - 1) // self._size:
+            self._free.append(slot)
+            return
+        if kv.snapshot_slot is not None and kv.snapshot_blocks % self._interval:
+            self._free.append(kv.snapshot_slot)
+            kv.snapshot_slot = None
+        self._settle(request)
+        kv.snapshot_slot, kv.snapshot_blocks = slot, (known + accepted) // self._size
+
+    def forget_reserved(self) -> None:
+        """Free the slots of verify steps that will not arrive."""
+        self._free += self._reserved
+        self._reserved.clear()
+
     def leave(self, request: Request) -> None:
         """Take a snapshot of a request that leaves its row at a block boundary, and name its pending one."""
         computed = request.schedule.num_computed
-        if computed and computed % self._size == 0 and computed <= len(request.token_ids):
+        if computed and computed % self._size == 0 and computed <= len(request.token_ids):  # no drafts are in flight
             self._save(request)
         self._settle(request)
 
@@ -117,9 +159,10 @@ class StateSlots:
     def check(self, running: Iterable[Request]) -> None:
         """Raise EngineError unless every slot is free, or has one snapshot."""
         pending = [r.kv.snapshot_slot for r in running if r.kv.snapshot_slot is not None]
-        if sorted([*self._free, *self._named.values(), *pending]) != list(self._slots):
+        if sorted([*self._free, *self._named.values(), *pending, *self._reserved]) != list(self._slots):
             raise EngineError(
-                f"state slots {self._slots}: free {self._free}, named {list(self._named.values())}, pending {pending}"
+                f"state slots {self._slots}: free {self._free}, named {list(self._named.values())}, pending {pending}, "
+                f"reserved {sorted(self._reserved)}"
             )
 
     def _wants(self, request: Request, tokens: int) -> bool:

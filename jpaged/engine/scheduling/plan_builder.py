@@ -159,7 +159,10 @@ class PlanBuilder:
             if draft.guesses is not None:
                 first[index] = len(request.token_ids)
                 guesses[index, : len(draft.guesses)] = draft.guesses
-        return DraftPlan(guesses, first)
+        if self._manager.states is None:
+            return DraftPlan(guesses, first)
+        slots = [self._manager.states.reserve(request) for request in selection.decodes]
+        return DraftPlan(guesses, first, _int32(-1 if slot is None else slot for slot in slots))
 
     def _prompt_rows(self, selection: StepSelection) -> _PromptRows:
         rows = _PromptRows(len(selection.decodes))

@@ -206,6 +206,7 @@ class Scheduler:
         """`results` of a verify step."""
         if self._drafts is None or self._speculation is None:
             raise EngineError("a verify step of an engine that does not speculate")
+        self._note_snapshots(step, num_accepted)
         counts = zip(step.requests, step.plan.num_tokens.tolist(), num_accepted, strict=True)
         for index, (request, num_tokens, accepted) in enumerate(counts):
             schedule, drafts = request.schedule, num_tokens - 1
@@ -218,10 +219,24 @@ class Scheduler:
                 self._speculation.note_result(request, step.drafts[request], accepted)
             yield index, request
 
+    def _note_snapshots(self, step: ScheduledStep, num_accepted: Sequence[int]) -> None:
+        """Note which snapshots of recurrent state a verify step has taken."""
+        drafts, states = step.plan.drafts, self.manager.states
+        if states is None or drafts is None or drafts.snapshots is None:
+            return
+        for request, slot, accepted in zip(step.requests, drafts.snapshots.tolist(), num_accepted, strict=True):
+            if slot >= 0:
+                runs = request.schedule.status is RequestStatus.RUNNING and request not in step.discarded
+                states.note_verified(request, slot, accepted if runs else None)
+
     def note_arrived(self, requests: Sequence[Request]) -> None:
         """Note that the sampled token of each request has reached the host. `results` does this itself."""
         for request in requests:
             request.schedule.num_in_flight -= 1
+
+    def may_discard(self, request: Request) -> bool:
+        """Whether `discard_in_flight` is possible: the device may accept drafts, and cannot undo their state."""
+        return self.manager.states is None or not request.schedule.num_drafts_in_flight
 
     def discard_in_flight(self, request: Request) -> None:
         """Let a request continue from known tokens. Its sample in flight is dropped when it arrives."""
@@ -246,6 +261,8 @@ class Scheduler:
     def note_kv_lost(self) -> None:
         """Note that the KV pages are empty, also those of a drafter on the device, and that no adapter is there."""
         self.adapters.load_again()
+        if self.manager.states is not None:
+            self.manager.states.forget_reserved()
         if self._speculation is not None:
             self._speculation.note_kv_lost()
 

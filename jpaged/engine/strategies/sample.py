@@ -105,7 +105,7 @@ class SampleStrategy(Strategy):
         forced = [] if matcher is None else matcher.forced_tokens()
         # One forced token is sampled just as fast. More of them pay if the longer step costs less than they save.
         min_jump = context.min_jump_per_request * len(context.scheduler.running)
-        if len(forced) < 2 or len(forced) - 1 <= min_jump:
+        if len(forced) < 2 or len(forced) - 1 <= min_jump or not context.scheduler.may_discard(request):
             return None
         # Before the request ends, too: drafts in flight at the places of forced tokens must not count as their KV.
         context.scheduler.discard_in_flight(request)

@@ -53,6 +53,11 @@ def _stored(
     name: str, spec: DecoderSpec, target: Target, speculation: SpeculationConfig, load: Any, shapes: Any,
     form: str | None,
 ) -> StoredDrafter:  # fmt: skip
+    if spec.recurrence is not None:
+        raise ModelLoadError(
+            f"{MODEL}={name!r}: has recurrent layers, whose state cannot return to the last accepted draft yet: use a "
+            "draft model with attention in all layers, or method 'ngram' or 'suffix'"
+        )
     longest = min(spec.max_position, target.spec.max_position, speculation.max_model_len or spec.max_position)
     return StoredDrafter(name, spec, None, load, shapes, longest, form)
 

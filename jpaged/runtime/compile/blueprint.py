@@ -43,6 +43,7 @@ from jpaged.runtime.memory import plan as memory
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
+from jpaged.runtime.step.advance_states import AdvanceShape, compile_advance
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.block_moves import host_slots
 from jpaged.runtime.step.draft_shapes import DraftShape, draft_head_shapes, draft_model_shapes
@@ -56,6 +57,7 @@ from jpaged.runtime.step.program_shapes import (
     bucket_shapes,
     kind_of,
     size,
+    verify_sizes,
 )
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program, program_key
 from pallas_kernels import self_check
@@ -107,7 +109,13 @@ class Blueprint:
             compile_ahead(_kernels(model))
         limits = memory.decide_limits(model.spec, config, placement.platform)
         custom = sum(len(processor.parameters) for processor in model.processors)
-        limits = dataclasses.replace(limits, custom=custom, samples=model.stage.is_last)
+        drafts = 0 if config.speculative_config is None else config.speculative_config.num_drafts
+        verifies = verify_sizes(
+            drafts, _verify_rows(placement), limits.smallest_bucket, limits.program_rows, limits.state_tokens
+        )
+        limits = dataclasses.replace(
+            limits, custom=custom, samples=model.stage.is_last, verify_tokens=max(verifies, default=0)
+        )
         if model.stage is not ALONE:
             limits = dataclasses.replace(limits, kv_groups=limits.kv_groups.of_layers(model.stage.layers))
             kv_format = kv_format.of_layers(model.stage.layers)
@@ -198,7 +206,7 @@ class Blueprint:
             on_gpu=self.placement.platform == "gpu", pools=self.model.spec.pools,
             context=self.placement.shards.context, drafts=self.max_drafts, proposes=self.proposes,
             captures=self.model.drafter is not None and self.model.drafter.is_head,
-            verify_rows=VERIFY_ROWS_ON_CPU if self.placement.platform == "cpu" else VERIFY_ROWS,
+            verify_rows=_verify_rows(self.placement), advances=self.model.spec.recurrence is not None,
             processed_scores=self.sampler_options.processed, texts=limits.text_shapes,
         )  # fmt: skip
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
@@ -468,6 +476,10 @@ class FittedBuild:
                     capture=model.drafter.capture if model.drafter is not None and shape.captures else None,
                     routes=blueprint.config.enable_return_routed_experts,
                 )  # fmt: skip
+            if isinstance(shape, AdvanceShape):
+                return compile_advance(
+                    model.params, state, shape, spec=model.spec, placement=blueprint.placement, store=self.store
+                )
             if isinstance(shape, DraftShape):
                 return self.draft_build().compile(shape)
             return compile_output(
@@ -514,6 +526,11 @@ class FittedBuild:
         row = self.blueprint.placement.shape((1 + state.blocks.shape[1],), np.int32)
         call = functools.partial(upload_row)
         return compile_program(call, (state, row), donate=(0,), out_shardings=formats(state), store=self.store)
+
+
+def _verify_rows(placement: Placement) -> tuple[int, ...]:
+    """Rows with the maximum of drafts, for each verify program."""
+    return VERIFY_ROWS_ON_CPU if placement.platform == "cpu" else VERIFY_ROWS
 
 
 def _dtype(params: Params) -> np.dtype:

@@ -17,10 +17,12 @@ from jpaged.engine.step_plan import SamplerVariant, StepPlan
 from jpaged.errors import EngineError
 from jpaged.lifetime import stop_if_ending
 from jpaged.phases import PATIENCE_SECONDS, tell
+from jpaged.runtime.step.advance_states import AdvanceShape
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.draft_shapes import DraftShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape, ScoreShape
 from jpaged.runtime.step.program_shapes import (
+    ADVANCE,
     CHECKS,
     DECODE,
     DRAFT,
@@ -84,6 +86,7 @@ class ProgramTable:
     verify_sizes: tuple[int, ...]  # tokens of the verify programs that exist with all their samplers, smallest first
     poolers: list[Program[PoolShape]]      # by rows
     scorer: Program[ScoreShape] | None
+    advances: dict[int, Program[AdvanceShape]]  # by tokens of the verify program
 
     def __init__(self, programs: Sequence[Program[Any]], missing: Iterable[Shape] = ()):
         """missing: shapes of programs that `add` will deliver."""
@@ -109,8 +112,10 @@ class ProgramTable:
         checks = [p.shape.rows for p in self.samplers if p.shape.checks]
         sizes = [p.shape.tokens for p in self.forwards if p.shape.drafts]
         missing = self.missing - {program.shape for program in programs}
-        lacks_drafter = any(kind_of(shape) in (DRAFT, FOLLOWED) for shape in missing)
-        self.verify_sizes = () if lacks_drafter else tuple(
+        advances: list[Program[AdvanceShape]] = of(AdvanceShape)
+        self.advances = {program.shape.tokens: program for program in advances}
+        lacks_some = any(kind_of(shape) in (DRAFT, FOLLOWED, ADVANCE) for shape in missing)
+        self.verify_sizes = () if lacks_some else tuple(
             n for n in sizes if checks.count(n) == len(SamplerVariant)
         )  # fmt: skip
         self.poolers = sorted(of(PoolShape), key=lambda p: p.shape.rows)
@@ -120,7 +125,9 @@ class ProgramTable:
     def programs(self) -> list[Program[Any]]:
         """All programs of the table."""
         scorers = [] if self.scorer is None else [self.scorer]
-        return [*self.forwards, *self.samplers, *self.poolers, *scorers, *self._drafters]
+        return [
+            *self.forwards, *self.samplers, *self.poolers, *scorers, *self._drafters, *self.advances.values()
+        ]  # fmt: skip
 
     @classmethod
     def compile(

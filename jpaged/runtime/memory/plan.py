@@ -50,6 +50,7 @@ class Limits:
     samples: bool = True  # False: not the last pipeline stage, so no `lm_head`
     text_shapes: tuple[TextShape, ...] = ()  # of an encoder's programs; (): a decoder
     num_snapshots: int = 0  # of the state of recurrent layers
+    verify_tokens: int = 0  # tokens of the largest verify program; 0: the engine does not speculate
 
     @property
     def state_tokens(self) -> int:
@@ -76,7 +77,7 @@ class Limits:
         return StateSizes(
             num_blocks, self.block_size, rows=self.max_num_seqs, width=self.width, tokens=self.state_tokens,
             program_rows=self.program_rows, custom=self.custom, samples=self.samples,
-            snapshots=self.num_snapshots,
+            snapshots=self.num_snapshots, verify_tokens=self.verify_tokens,
         )  # fmt: skip
 
     @property
@@ -125,17 +126,21 @@ class MemoryPlan:
     drafter: DrafterBytes = NO_DRAFTER
     adapter_bytes: int = 0  # pools of LoRA adapters
     slot_bytes: int = 0     # state of all recurrent layers, of one row or snapshot; all slots are part of `table_bytes`
+    # inputs of all recurrent layers for one token of a verify step; those of the largest one are part of `table_bytes`
+    input_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of recurrent layers, for all rows and snapshots."""
-        return (self.limits.max_num_seqs + self.limits.num_snapshots) * self.slot_bytes
+        """Bytes of recurrent layers: the state of all rows and snapshots, and inputs for a verify step."""
+        slots = self.limits.max_num_seqs + self.limits.num_snapshots
+        return slots * self.slot_bytes + self.limits.verify_tokens * self.input_bytes
 
     @property
     def state_note(self) -> str:
         """Number and size of the slots of recurrent layers."""
-        rows, snapshots = self.limits.max_num_seqs, self.limits.num_snapshots
-        return f"{rows:,} rows and {snapshots:,} snapshots, {self.slot_bytes:,} bytes each"
+        rows, snapshots, tokens = self.limits.max_num_seqs, self.limits.num_snapshots, self.limits.verify_tokens
+        note = f"{rows:,} rows and {snapshots:,} snapshots, {self.slot_bytes:,} bytes each"
+        return f"{note}; {tokens:,} tokens of a verify step, {self.input_bytes:,} bytes each" if tokens else note
 
     @property
     def snapshot_interval(self) -> int:
@@ -386,7 +391,7 @@ def refuse_with_state(spec: DecoderSpec, config: EngineConfig) -> None:
 # Options that split, hand over or take back tokens or arrays of a layer's state, which is not built
 NOT_WITH_STATE = (
     "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
-    "speculative_config", "enable_lora", "prefill_engines", "kv_handover",
+    "enable_lora", "prefill_engines", "kv_handover",
 )  # fmt: skip
 
 
@@ -454,6 +459,14 @@ def slot_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:
     if spec.recurrence is None:
         return 0
     return sum(spec.recurrent) * tree_bytes(spec.recurrence.state_shapes(dtype))
+
+
+def input_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:
+    """Bytes of the inputs of all recurrent layers for a token of a verify step. 0: the model has no such layers."""
+    if spec.recurrence is None:
+        return 0
+    arrays = spec.recurrence.input_shapes(dtype)
+    return sum(spec.recurrent) * sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
 
 def fit(
@@ -528,7 +541,10 @@ def fit(
         limits = dataclasses.replace(limits, max_model_len=longest)
         num_blocks = pool_of(limits) // per_block
     tables = table_bytes(spec, limits, dtype)
-    return MemoryPlan(limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter, adapter_bytes, of_slot)
+    return MemoryPlan(
+        limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter, adapter_bytes, of_slot,
+        input_bytes(spec, dtype),
+    )  # fmt: skip
 
 
 def round_down(num_blocks: int) -> int:

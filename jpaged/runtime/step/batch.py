@@ -279,6 +279,7 @@ def build_batch(
         block = tables[token_row, jnp.minimum(positions // shape.block_size, tables.shape[1] - 1)]
         slots = jnp.where(real, block * shape.block_size + positions % shape.block_size, -1)
         kv_groups.append(KVGroupRows(tables, slots, context_lens, query_start_loc))
+    state_rows = StateRows(rows, length, query_start_loc, shape.max_query_len, writes=not shape.drafts)
     batch = Batch(
         rows=rows,
         lengths=length + num_tokens,
@@ -289,7 +290,7 @@ def build_batch(
         rope_lens=jnp.maximum(fields[token_row, Field.ROPE_LEN], positions + 1),
         checked=checked,
         adapter_slots=jnp.where(real, adapter_slots(fields)[token_row], NO_ADAPTER) if adapters else None,
-        state_rows=StateRows(rows, length, query_start_loc, shape.max_query_len) if state.recurrent else None,
+        state_rows=state_rows if state.recurrent else None,
     )
     return state.replace(table=table, blocks=blocks), batch
 

@@ -7,8 +7,9 @@ Never: samples, or branches on the values of an array.
 1. Unpack the plan: set started rows in the request table, and change block tables.
 2. Build ids, positions, KV slots and lengths from the request table and the block tables (`batch`).
 3. Run the decoder over all tokens: it writes keys and values into the pages, and attends through block tables.
-   Recurrent layers read and write the state of their rows. Each token's hidden state stays in `DeviceState.hidden` for
-   the output programs.
+   Recurrent layers read and write the state of their rows. In a verify step they only read it, and the inputs of its
+   tokens stay in `DeviceState.state_inputs` for `advance_states`. Each token's hidden state stays in
+   `DeviceState.hidden` for the output programs.
 
 `state` is donated, so pages and table are updated in place.
 """
@@ -41,8 +42,10 @@ from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
 
-# `DeviceState` without `sampling`: pages, table, blocks, hidden, output_rows, recurrent.
-StateArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf, tuple[tuple[Leaf, ...], ...]]
+# `DeviceState` without `sampling`: pages, table, blocks, hidden, output_rows, recurrent, state_inputs.
+StateArrays = tuple[
+    tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf, Leaf, tuple[tuple[Leaf, ...], ...], tuple[Leaf, ...]
+]
 
 # Second result of `forward`.
 ForwardResult = Int[Array, "..."] | Float[Array, "tokens hidden"] | tuple[Any, ...]
@@ -176,7 +179,10 @@ def forward(
     if not shape.drafts:
         table = table.at[batch.rows, Field.LENGTH].set(batch.lengths, mode="drop")
     pages, recurrent = kept[: kv_groups.num_arrays], kept[kv_groups.num_arrays :]
-    state = state.with_pages(pages).replace(table=table, recurrent=recurrent)
+    inputs = state.state_inputs
+    if shape.drafts and batch.state_rows is not None:
+        recurrent, inputs = _inputs_of_tokens(inputs, recurrent, batch.state_rows.positions)
+    state = state.with_pages(pages).replace(table=table, recurrent=recurrent, state_inputs=inputs)
     if count > 1:
         x = context.all_tokens(x)
     if not stage.is_last:
@@ -201,6 +207,22 @@ def forward(
         routed = jnp.stack(choices, axis=1).astype(jnp.int16)
         more += (context.all_tokens(routed) if count > 1 else routed,)
     return state, ((counted, *more) if more else counted)
+
+
+def _inputs_of_tokens(
+    before: tuple[Array, ...], layers: Sequence[tuple[Any, tuple[Array, ...]]], lengths: Int[Array, " rows"]
+) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
+    """The states of recurrent layers, and `DeviceState.state_inputs` of a verify step. before: of the last one.
+
+    layers: (state, `recurrent.Inputs`) of each. lengths: of the rows before the step.
+    """
+    parts = zip(*(inputs for _, inputs in layers), strict=True)
+    new = (lengths, *(jnp.stack(part) for part in parts))
+    inputs = (
+        lax.dynamic_update_slice(whole, part, (0,) * whole.ndim)
+        for whole, part in zip(before, new, strict=True)
+    )
+    return tuple(own for own, _ in layers), tuple(inputs)
 
 
 def _side_by_side(arrays: Sequence[Float[Array, "tokens width"]]) -> Float[Array, "tokens widths"]:
@@ -242,7 +264,8 @@ def forward_of_arrays(
 
 def state_arrays(state: DeviceState) -> StateArrays:
     """The arrays of a state that a forward program takes and returns: all but the unused sampling extras."""
-    return state.page_arrays, state.table, state.blocks, state.hidden, state.output_rows, state.recurrent
+    pages, rest = state.page_arrays, (state.hidden, state.output_rows, state.recurrent, state.state_inputs)
+    return pages, state.table, state.blocks, *rest
 
 
 def flat_weights(params: Params) -> tuple[jax.Array, ...]:

@@ -7,6 +7,7 @@ import numpy as np
 from jpaged.engine.step_plan import SamplerVariant, TextShape
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec
+from jpaged.runtime.step.advance_states import AdvanceShape
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.draft_shapes import DraftShape
 from jpaged.runtime.step.output_programs import OutputShape, PoolShape, SampleShape, ScoreShape
@@ -49,13 +50,14 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
 
-Shape = ForwardShape | OutputShape | DraftShape
+Shape = ForwardShape | OutputShape | DraftShape | AdvanceShape
 
 Kind = str  # see `kind_of`
 # Kinds. A `sample` program has its variant's name, with CHECKS before it for verify steps.
 DECODE, VERIFY, MIXED, SCORE, POOL, CHECKS = "decode", "verify", "mixed", "score", "pool", "checks "
 DRAFT = "draft"  # all programs of a drafter on the device
 FOLLOWED = "followed decode"  # decodes that a draft head follows
+ADVANCE = "advance"  # after a verify step of a model with recurrent layers
 FIRST_KINDS = (DECODE, MIXED, SamplerVariant.GREEDY.name, POOL)  # an engine starts when it has the largest of each
 # Verify programs hold this many rows with the maximum of drafts. On CPU a step's time grows with its tokens, so one of
 # them has as many tokens as the smallest decode program has rows: with it, a few drafts cost nothing.
@@ -98,6 +100,7 @@ def bucket_shapes(
     proposes: bool = False,
     captures: bool = False,
     verify_rows: Sequence[int] = VERIFY_ROWS,
+    advances: bool = False,
     processed_scores: bool = False,
     texts: Sequence[TextShape] = (),
 ) -> list[Shape]:
@@ -111,6 +114,7 @@ def bucket_shapes(
     captures: all forward programs capture hidden states. Decodes have programs that do not, too, for the time in which
     a draft head does not follow: capturing takes 5% of a step of the demo model with 32 rows (CPU).
     verify_rows: rows with that many drafts, for each verify program.
+    advances: the model has recurrent layers, so each verify program has an `advance_states` program.
     processed_scores: `score` programs can score by the distribution that a row samples from.
     context: number of devices that share a program's tokens, if each gets `smallest` or more. Decodes are not shared:
     they mostly read weights, and each device must read all. Raises ModelLoadError if no program can be shared.
@@ -158,15 +162,16 @@ def bucket_shapes(
     full = rows if row_buckets else _thin(rows, MAX_FULL_BUCKETS)
     samplers += [SampleShape(n, SamplerVariant.FULL) for n in full]
     verifies: list[Shape] = []
-    for n in _verify_sizes(drafts, verify_rows, smallest, max_rows, max_tokens):
+    for n in verify_sizes(drafts, verify_rows, smallest, max_rows, max_tokens):
         verifies.append(ForwardShape(
             False, n, min(n, max_rows), block_size, num_kv_groups, 1, drafts, proposes, captures
         ))  # fmt: skip
+        verifies += [AdvanceShape(n, min(n, max_rows), drafts, block_size)] * advances
         verifies += [SampleShape(n, variant, checks=True) for variant in SamplerVariant]
     return [*decodes, *mixed, *samplers, ScoreShape(rows[-1], processed_scores), *verifies]
 
 
-def _verify_sizes(drafts: int, rows: Sequence[int], smallest: int, max_rows: int, max_tokens: int) -> list[int]:
+def verify_sizes(drafts: int, rows: Sequence[int], smallest: int, max_rows: int, max_tokens: int) -> list[int]:
     """Tokens of the verify programs, smallest first. Each adds four programs: `forward`, and `sample` per variant."""
     sizes = {smallest * -(-min(n, max_rows) * (1 + drafts) // smallest) for n in rows} if drafts else set()
     return sorted({min(n, max_tokens) for n in sizes})
@@ -203,6 +208,8 @@ def kind_of(shape: Shape) -> Kind:
             return CHECKS * shape.checks + shape.variant.name
         case ScoreShape():
             return SCORE
+        case AdvanceShape():
+            return ADVANCE
         case PoolShape():
             return POOL
         case _:
@@ -211,4 +218,4 @@ def kind_of(shape: Shape) -> Kind:
 
 def size(shape: Shape) -> int:
     """Rows or tokens of a program. Larger programs take longer to compile."""
-    return shape.tokens if isinstance(shape, ForwardShape | ScoreShape) else shape.rows
+    return shape.tokens if isinstance(shape, ForwardShape | ScoreShape | AdvanceShape) else shape.rows
