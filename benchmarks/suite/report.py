@@ -139,11 +139,12 @@ def scaling_section(records: Sequence[Record], plot: pathlib.Path) -> str:
 def recurrent_section(records: Sequence[Record], _: pathlib.Path) -> str:
     """Throughput with recurrent layers. It has no plot."""
     rows = []
-    for model, runs in grouped(records, lambda record: record["model"]).items():
-        rows += comparison_rows([model], runs, [RATE, MEMORY])
+    groups = grouped(records, lambda record: (record["model"], record["threads"]))
+    for (model, threads), runs in groups.items():
+        rows += comparison_rows([model, str(threads)], runs, [RATE, MEMORY])
     return "\n".join(
-        [heading("Recurrent layers", records), origin(records), RECURRENT_NOTE, comparison_table(["model"], rows),
-         failures(records)]
+        [heading("Recurrent layers", records), origin(records), RECURRENT_NOTE,
+         comparison_table(["model", "threads"], rows), failures(records)]
     )  # fmt: skip
 
 
