@@ -66,6 +66,8 @@ BY_KIND = {
         FULL, num_layers=2, attention_layers=(True, True),
         recurrence=dataclasses.replace(MAMBA, layers=(True, True), gate_norm=GateNorm.BEFORE),
     ),
+    # the last layer has KV and a state
+    "gated DeltaNet next to attention": dataclasses.replace(HYBRID, attention_layers=(False, True, True)),
 }  # fmt: skip
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
