@@ -3,6 +3,7 @@
     python benchmarks/run.py --suite cpu --peers PEERS         # about 25 minutes: throughput, first token, memory
     python benchmarks/run.py --suite startup --peers PEERS     # about 25 minutes: cold and warm starts
     python benchmarks/run.py --suite scaling --peers PEERS     # about 15 minutes: decode steps by rows, keys, threads
+    python benchmarks/run.py --suite recurrent --peers PEERS   # about 10 minutes: throughput with recurrent layers
     python benchmarks/run.py --report                          # seconds: writes the document from recorded results
 
 PEERS is the folder of the peers' environments and of the models. benchmarks/peers/README.md has the commands that make
@@ -21,12 +22,12 @@ import sys
 
 from suite.configurations import PEERS, Installation
 from suite.machine import describe
-from suite.plans import MODELS, Choice, run_cpu, run_scaling, run_startup
+from suite.plans import MODELS, Choice, run_cpu, run_recurrent, run_scaling, run_startup
 from suite.records import machine_name, read
 from suite.session import Conditions, Session, exit_status
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SUITES = {"cpu": run_cpu, "startup": run_startup, "scaling": run_scaling}
+SUITES = {"cpu": run_cpu, "startup": run_startup, "scaling": run_scaling, "recurrent": run_recurrent}
 
 
 def make_parser() -> argparse.ArgumentParser:

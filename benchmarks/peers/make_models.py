@@ -1,9 +1,10 @@
-"""Make the two benchmark models with random weights, and their tokenizer. The same bytes on every machine.
+"""Make the benchmark models with random weights, and their tokenizer. The same bytes on every machine.
 
     venvs/hf/bin/python benchmarks/peers/make_models.py PEERS
 
 - tiny-llama-60m: a Llama of 29.4M parameters. The name is older than the shape.
 - qwen2-0.5b-shape: a Qwen2 with the shape of Qwen2.5-0.5B, 494M parameters.
+- qwen3.5-30m: a Qwen3.5 of 29.7M parameters, with gated DeltaNet in six of eight layers.
 
 Matrices and biases are normal with deviation 0.02, norm gains are uniform around 2. With gains of 1 and tied
 embeddings a random model only repeats its last token, which hides errors of attention and of the cache. The
@@ -45,7 +46,12 @@ def configurations() -> dict[str, Any]:
         num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-6,
         rope_parameters=rotary(1e6), use_sliding_window=False, **SHARED,
     )  # fmt: skip
-    return {"tiny-llama-60m": llama, "qwen2-0.5b-shape": qwen2}
+    qwen3_5 = transformers.Qwen3_5TextConfig(
+        vocab_size=TOKENS, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=128, linear_num_key_heads=2, linear_num_value_heads=4,
+        max_position_embeddings=4096, rope_parameters=rotary(1e7) | {"partial_rotary_factor": 0.25}, **SHARED,
+    )  # fmt: skip
+    return {"tiny-llama-60m": llama, "qwen2-0.5b-shape": qwen2, "qwen3.5-30m": qwen3_5}
 
 
 def make_tokenizer() -> Any:

@@ -17,6 +17,7 @@ from suite.session import Caches, Session, child_environment, one_line, run_proc
 MODELS = ("tiny-llama-60m", "qwen2-0.5b-shape")
 WORKLOADS = {"tiny-llama-60m": ("W1", "W2", "W3"), "qwen2-0.5b-shape": ("W1", "W2")}
 SLOW_SECONDS, SLOW_RATIO = 30.0, 0.5
+RECURRENT_MODEL = "qwen3.5-30m"
 STEP_MODEL = "tiny-llama-60m"
 STEP_ROWS, STEP_KEYS = (1, 4, 16, 64), (64, 512, 1024, 2048, 4096, 8192)
 MOST_KEYS = 65_536  # keys of all rows: 512 MiB of KV in bfloat16
@@ -60,6 +61,14 @@ def run_cpu(session: Session, choice: Choice) -> None:
                             session.measure(configuration, model, arguments, workload=workload, round=number + 1)
                         )
                 slow |= {(model, workload, name) for name in not_repeated([r for r in records if r is not None])}
+
+
+def run_recurrent(session: Session, choice: Choice) -> None:
+    """Measure the throughput of W2 on a model with recurrent layers, next to Transformers."""
+    for number in range(choice.rounds):
+        for configuration in rotated(choice.configurations(("bf16",), (JPAGED, "transformers")), number):
+            arguments = session.installation.workload("W2")
+            session.measure(configuration, RECURRENT_MODEL, arguments, workload="W2", round=number + 1)
 
 
 def not_repeated(records: Sequence[dict[str, Any]]) -> set[str]:

@@ -56,10 +56,19 @@ every case would compute its prompts again.
 """
 
 
+RECURRENT_NOTE = """\
+W2, on a model with gated DeltaNet in three of four layers, in bfloat16. Transformers runs its own implementation in
+PyTorch, because the faster one needs a GPU.
+"""
+
+
 def write(results: pathlib.Path, document: pathlib.Path) -> None:
     """Write the document, and a plot next to it for each suite that has results and each machine."""
     parts = [INTRODUCTION]
-    for suite, section in (("cpu", cpu_section), ("startup", startup_section), ("scaling", scaling_section)):
+    sections = {
+        "cpu": cpu_section, "startup": startup_section, "scaling": scaling_section, "recurrent": recurrent_section,
+    }  # fmt: skip
+    for suite, section in sections.items():
         records = read(results / f"{suite}_suite.jsonl")
         for number, name in enumerate(dict.fromkeys(map(machine_name, records))):
             own = [record for record in records if machine_name(record) == name]
@@ -124,6 +133,17 @@ def scaling_section(records: Sequence[Record], plot: pathlib.Path) -> str:
         [heading("Decode steps by rows, keys and threads", records), origin(records), SCALING_NOTE,
          comparison_table(["threads", "rows", "keys a row"], rows), picture("a decode step by keys", plot),
          straight(lines), failures(records)]
+    )  # fmt: skip
+
+
+def recurrent_section(records: Sequence[Record], _: pathlib.Path) -> str:
+    """Throughput with recurrent layers. It has no plot."""
+    rows = []
+    for model, runs in grouped(records, lambda record: record["model"]).items():
+        rows += comparison_rows([model], runs, [RATE, MEMORY])
+    return "\n".join(
+        [heading("Recurrent layers", records), origin(records), RECURRENT_NOTE, comparison_table(["model"], rows),
+         failures(records)]
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
-from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2
+from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2, ShortConv
 from jpaged.models.spec import Activation, Norm, QKNorm, param_shapes
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.tiny_engine import (
@@ -43,6 +43,10 @@ HYBRID = dataclasses.replace(
 WITH_WINDOW = dataclasses.replace(
     HYBRID, num_layers=4, sliding_window=(20, 20, None, None),
     recurrence=dataclasses.replace(HYBRID.recurrence, layers=(True, False, True, False)),
+)  # fmt: skip
+SHORT_CONV = dataclasses.replace(
+    FULL, num_layers=3, qk_norm=QKNorm.HEAD,
+    recurrence=ShortConv((True, False, True), width=64, conv_width=3, bias=True),
 )  # fmt: skip
 MAMBA = Mamba2((True, False, True), heads=4, head_dim=16, groups=2, state_dim=32, conv_width=4)
 BY_KIND = {
@@ -104,25 +108,20 @@ def answer(engine, prompt, params):
 
 
 @pytest.mark.parametrize(
-    "splits", [pytest.param((39, 40, 41), id="around a snapshot"),
-               pytest.param(tuple(range(1, 60)), id="all", marks=pytest.mark.slow)]
-)  # fmt: skip
-def test_cold_equals_warm_at_every_split(runner, splits):
+    ("spec", "splits"),
+    [
+        pytest.param(HYBRID, (39, 40, 41), id="around a snapshot"),
+        pytest.param(HYBRID, tuple(range(1, 60)), id="all", marks=pytest.mark.slow),
+        pytest.param(SHORT_CONV, tuple(range(1, 60)), id="all, short convolution", marks=pytest.mark.slow),
+        *(
+            pytest.param(spec, (7, 8, 39, 40, 41, 59), id=f"some, {name}", marks=pytest.mark.slow)
+            for name, spec in BY_KIND.items()
+        ),
+    ],
+)
+def test_cold_equals_warm_at_every_split(runner, spec, splits):
     """A prompt shares `split` tokens with an earlier prompt: it starts after their last whole block."""
-    check_splits(runner, splits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BY_KIND)
-def test_cold_equals_warm_with_other_kinds(kind):
-    """Mamba-2, in layers of each form."""
-    runner = make_runner(BY_KIND[kind])
-    check_splits(runner, (7, 8, 39, 40, 41, 59))
-    runner.close()
-
-
-def check_splits(runner, splits):
-    """Compare answers to prompts that share `split` tokens with an earlier one, cold and warm."""
+    runner = runner if spec is HYBRID else make_runner(spec)
     whole = prompt_of(60)
     hits = []
     for split in splits:

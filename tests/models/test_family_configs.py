@@ -253,6 +253,7 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs=1 must be a list of layer numbers"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be a whole number from 2"),
         ("lfm2", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("lfm2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* is not supported"),
         ("lfm2-moe", {"layer_types": ...}, "layer_types=.* for each of 3 layers"),
     ],
 )

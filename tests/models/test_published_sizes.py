@@ -62,6 +62,17 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
     "MiniMax-M2": ("minimax_m2", {"rotary_dim": 64}, 228_689_764_864),
     "Laguna (Transformers' defaults)": ("laguna", {}, 33_189_975_808),
     "Qwen3-Next-80B-A3B": ("qwen3_next", {"intermediate_size": 5120}, 79_674_391_296),
+    "LFM2-1.2B": (
+        "lfm2",
+        {"hidden_size": 2048, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "block_ff_dim": 12_288},
+        1_170_340_608,
+    ),
+    "LFM2-8B-A1B": (
+        "lfm2_moe",
+        {"num_hidden_layers": 24,
+         "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+        8_339_930_560,
+    ),
     "Kimi-K2": (
         "deepseek_v3",
         {"first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,

@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.recurrent_spec import GatedDelta
+from jpaged.models.recurrent_spec import GatedDelta, ShortConv
 from jpaged.models.spec import DecoderSpec, Experts, Latent, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
@@ -45,6 +45,7 @@ MIXED = (96, 96, None, 96, 96, None)
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 # Two recurrent layers, whose slots take far more bytes than the state of all rows
 DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=64, conv_width=4), 256
+CONV = ShortConv((True, False, True), width=SPEC.hidden_size, conv_width=33)
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
 PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
 
@@ -165,10 +166,11 @@ def test_pages_of_several_kv_groups_are_not_copied(target, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=str)
-def test_recurrent_state_is_not_copied(shape):
+@pytest.mark.parametrize("recurrence", [DELTA, CONV], ids=["gated DeltaNet", "short convolution"])
+def test_recurrent_state_is_not_copied(shape, recurrence):
     """On CPU. Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
-    program = compiled("cpu", shape, recurrence=DELTA)
-    slots = (ROWS + SNAPSHOTS) * DELTA.v_heads * DELTA.head_dim**2 * 4
+    program = compiled("cpu", shape, recurrence=recurrence)
+    slots = (ROWS + SNAPSHOTS) * recurrence.state_shapes(np.float32)[-1].size * 4
     assert large_moves(program.as_text(), slots // 2) == []
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < slots
