@@ -509,7 +509,7 @@ VARIANTS = (
                      "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
          mamba_conv_bias=False, mamba_proj_bias=True, residual_multiplier=0.8, num_local_experts=6,
          num_experts_per_tok=3, intermediate_size=32, shared_intermediate_size=48, position_embedding_type="rope"),
-    # One block for each layer. Transformers limits the time step to time_step_min, in prompts only: see docs/decisions.md
+    # One block for each layer. Transformers limits the time step in prompts only: see docs/decisions.md
     _kin("nemotron-h", "NemotronHForCausalLM", "nemotron_h", **_NEMOTRON_H),
     _kin("nemotron-h-moe", "NemotronHForCausalLM", "nemotron_h",
          **_NEMOTRON_H | {"hybrid_override_pattern": "MEM*EM-E", "num_hidden_layers": 8}, **_NEMOTRON_EXPERTS,
