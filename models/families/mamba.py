@@ -29,6 +29,7 @@ def mamba2(config: CheckpointConfig, layers: tuple[bool, ...], width: int | None
     """
     # Transformers applies such limits to the tokens of prompts, but not to those of answers
     config.refuse("time_step_limit", [0.0, math.inf])
+    config.refuse("quantization_config")
     config.refuse("hidden_act", "silu")  # a Mamba-2 layer has it too, after its convolution
     heads, groups = config.integer("mamba_n_heads", default=128), config.integer("mamba_n_groups", default=1)
     named = config.get("mamba_d_head", default="auto")

@@ -47,7 +47,7 @@ def gated_dot(
 
     weight:         gate, then up. Of x's dtype. float32 inputs are multiplied in full float32 precision.
     num_rows:       leading rows of x that are needed. Results of other rows are undefined, but finite if x is.
-    activation:     "silu", "gelu" (exact), "gelu_tanh" (the tanh approximation), "relu" or "relu2".
+    activation:     "silu", "gelu" (exact), "gelu_tanh" (the tanh approximation), "relu" or "relu2" (squared).
     implementation: None: the fastest one measured on the GPU (tuning.json), else "xla". "xla" is one matmul with both
                     matrices, then the activation. On CPU both are native kernels for SiLU. "triton" is one kernel for
                     NVIDIA that never writes the matmul's result: bfloat16 and float16, not "gelu". A row's bits depend

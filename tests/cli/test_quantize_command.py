@@ -258,6 +258,7 @@ def test_bad_models(model, tmp_path, capsys):
     quantize(model, tmp_path / "out", "--scheme", "w8a8")
     write_checkpoint(BY_NAME["mixtral"], 0, tmp_path / "experts")
     write_checkpoint(BY_NAME["gpt2"], 0, tmp_path / "gpt2")
+    write_checkpoint(BY_NAME["nemotron-h"], 0, tmp_path / "recurrent")
     shutil.copytree(model, tmp_path / "damaged")
     shutil.copytree(tmp_path / "out", tmp_path / ".out.x1.partial")
     arrays = tensors(model)
@@ -270,6 +271,7 @@ def test_bad_models(model, tmp_path, capsys):
         (tmp_path / ".out.x1.partial", "new", "is incomplete: a command that was killed left it"),
         (tmp_path / "experts", "new", "the experts of a mixture of experts cannot be quantised yet: Mixtral"),
         (tmp_path / "gpt2", "new", "matrices that are stored [in, out] cannot be quantised yet"),
+        (tmp_path / "recurrent", "new", "a model with recurrent layers cannot be quantised yet: NemotronH"),
         (tmp_path / "damaged", "new", "model.layers.1.self_attn.o_proj.weight has values that are not finite"),
     ):
         assert cli.main(["quantize", str(source), str(tmp_path / out), "--scheme", "w8a8"]) == 2

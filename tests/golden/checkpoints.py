@@ -247,7 +247,7 @@ _FALCON_H1 = {
 _NEMOTRON_H = {
     "hybrid_override_pattern": "M-MM*-", "num_hidden_layers": 6, "head_dim": 24, "mamba_num_heads": 6,
     "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "conv_kernel": 4, "chunk_size": 16,
-    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, "time_step_min": 0.0,
 }  # fmt: skip
 _NEMOTRON_EXPERTS = {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -547,7 +547,7 @@ VARIANTS = (
                      "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]},
          mamba_conv_bias=False, mamba_proj_bias=True, residual_multiplier=0.8, num_local_experts=6,
          num_experts_per_tok=3, intermediate_size=32, shared_intermediate_size=48, position_embedding_type="rope"),
-    # one block for each layer; time_step_min is the default, which Transformers uses as a limit in prompts only
+    # One block for each layer. Transformers limits the time step in prompts only: see docs/decisions.md
     _kin("nemotron-h", "NemotronHForCausalLM", "nemotron_h", **_NEMOTRON_H),
     _kin("nemotron-h-moe", "NemotronHForCausalLM", "nemotron_h",
          **_NEMOTRON_H | {"hybrid_override_pattern": "MEM*EM-E", "num_hidden_layers": 8}, **_NEMOTRON_EXPERTS,

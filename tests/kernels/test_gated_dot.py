@@ -23,6 +23,7 @@ ORACLE = {
     "gelu": lambda x: x * scipy.special.ndtr(x),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
 }
 SMALL = Tiling(16, 16, 16)  # small tiles have edges in small shapes
 
@@ -95,7 +96,9 @@ def test_matches_float64(implementation, rows, width, outputs, dtype, activation
     np.testing.assert_allclose(wide(got), expected, rtol=limit, atol=limit * np.abs(expected).max() / 4)
 
 
-@pytest.mark.parametrize("activation", ["silu", pytest.param("gelu_tanh", marks=pytest.mark.slow), "relu"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "relu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gelu_tanh", "relu2"))]
+)
 def test_the_kernel_rounds_as_separate_operations_do(activation):
     """Small whole numbers have exact sums, so gate and up have the same bits, and so have nearly all results."""
     rng = np.random.default_rng(3)

@@ -207,6 +207,8 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("granite4-hybrid", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("granite4-hybrid", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("granite4-hybrid", {"time_step_limit": [0.001, 0.1]}, r"time_step_limit=\[0.001, 0.1\] is not supported"),
+        ("granite4-hybrid", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* not supported"),
+        ("nemotron-h", {"quantization_config": {"quant_method": "modelopt"}}, "quantization_config=.* not supported"),
         ("granite4-hybrid", {"mamba_d_head": 32}, "mamba_n_heads=8 times mamba_d_head=32 must be 128"),
         ("granite4-hybrid", {"mamba_n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),
         ("granite4-hybrid", {"mamba_d_conv": 1}, "mamba_d_conv=1 must be a whole number from 2"),

@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.recurrent_spec import GatedDelta, ShortConv
+from jpaged.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from jpaged.models.spec import DecoderSpec, Experts, Latent, LayerKV, QKNorm, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
@@ -49,6 +49,7 @@ BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 # Two recurrent layers, whose slots take far more bytes than the state of all rows
 DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=128, conv_width=4), 256
 CONV = ShortConv((True, False, True), width=SPEC.hidden_size, conv_width=33)
+MAMBA = Mamba2((True, False, True), heads=8, head_dim=64, groups=2, state_dim=128, conv_width=4)
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
 PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
 
@@ -191,11 +192,23 @@ def test_pages_of_unlike_layers_are_not_copied(target, shape):
     assert memory.alias_size_in_bytes >= pool_bytes(target)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [PREFILL, DECODE, VERIFY, ADVANCE], ids=str)
-@pytest.mark.parametrize("recurrence", [DELTA, CONV], ids=["gated DeltaNet", "short convolution"])
-@pytest.mark.parametrize("target", [pytest.param(n, marks=MARKS[n]) for n in IMPLEMENTATIONS if n != "h200"])
-def test_recurrent_state_is_not_copied(target, shape, recurrence):
+RECURRENCES = {"gated DeltaNet": DELTA, "short convolution": CONV, "Mamba-2": MAMBA}
+IN_THE_GATE = (("h200 kernels", "gated DeltaNet", DECODE), ("v5e kernels", "Mamba-2", DECODE))
+
+
+@pytest.mark.parametrize(
+    ("target", "recurrence", "shape"),
+    [
+        pytest.param(
+            *(target, recurrence, shape), id=f"{target}, {name}, {shape}",
+            marks=[*MARKS[target], *([] if (target, name, shape) in IN_THE_GATE else [pytest.mark.slow])],
+        )
+        for target in IMPLEMENTATIONS if target != "h200"
+        for name, recurrence in RECURRENCES.items()
+        for shape in (PREFILL, DECODE, VERIFY, ADVANCE)
+    ],
+)  # fmt: skip
+def test_recurrent_state_is_not_copied(target, recurrence, shape):
     """Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
     program = compiled(target, shape, recurrence=recurrence)
     array = recurrence.state_shapes(dtype_of(target))[-1]
