@@ -154,6 +154,8 @@ class RequestTexts:
             return None
         _cut(new, 0, answer.num_tokens)
         new.finish_reason, new.stop_reason, answer.stop = "stop", answer.stop, None
+        if self._deltas and answer.text is not None:
+            new.special_offsets = answer.text.special_offsets(new=True)
         if not self._deltas:
             answer.extend(new)
         return new
