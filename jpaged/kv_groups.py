@@ -75,8 +75,8 @@ def group_layers(
 
     A KV group has at most `size` layers of one page each. The chosen size gives a request of max_model_len tokens the
     fewest pages, unused pages included; on a tie, the largest size wins. Sizes that give more than MAX_GROUPS KV groups
-    are excluded. Usually the result is the number of layers of the rarest kind, as in vLLM. But if one layer of 32 has no window,
-    vLLM's rule gives 32 KV groups.
+    are excluded. Usually the result is the number of layers of the rarest kind, as in vLLM. But if one layer of 32 has
+    no window, vLLM's rule gives 32 KV groups.
     """
     # A window of max_model_len or more hides nothing.
     kinds = [

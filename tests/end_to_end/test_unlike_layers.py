@@ -18,7 +18,17 @@ from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.memory.plan import NOT_WITH_UNLIKE_LAYERS, block_bytes, decide_limits
 from jpaged.runtime.step.batch import KVGroupRows, rows_by_part
 from pallas_kernels import KVPages
-from tests.support.tiny_engine import BLOCK_SIZE, MAX_MODEL_LEN, UNLIKE, VOCAB_SIZE, alone, bits, make_engine, make_runner, run
+from tests.support.tiny_engine import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    UNLIKE,
+    VOCAB_SIZE,
+    alone,
+    bits,
+    make_engine,
+    make_runner,
+    run,
+)
 
 pytestmark = pytest.mark.codegen
 

@@ -220,6 +220,7 @@ _PARTS = {
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "layer_scalar"),
     "per-layer embeddings": ("layer_embed", "layer_embed_in", "layer_in", "layer_out"),
+    "AltUp and LAuReL": (),  # by prefix of the name: see `_part_of`
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
 }
@@ -255,6 +256,8 @@ def _part_of(name: str) -> str:
         return "norms"
     if name.startswith(("expert_", "router", "shared_")):
         return "experts"
+    if name.startswith(("altup_", "laurel_")):
+        return "AltUp and LAuReL"
     apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
     return apart.get(name) or next(part for part, names in _PARTS.items() if name in names)
 
