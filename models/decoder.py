@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.kv_groups import KVPlace
+from jpaged.models import altup
 from jpaged.models import rope as rotary
 from jpaged.models.adapters import (
     EMBED,
@@ -43,6 +44,7 @@ from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, ta
 from jpaged.models.recurrent import State, mix_by_state
 from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import (
+    AltUp,
     AttentionOptions,
     DecoderSpec,
     Encoder,
@@ -189,6 +191,8 @@ def decode(
     if spec.layer_embed is not None:
         context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
         layer_inputs = embed_for_layers(spec.layer_embed, x, token_ids, context)
+    if spec.altup is not None:
+        x = altup.spread(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
     factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
         metadata = (metadata,)
@@ -241,6 +245,8 @@ def decode(
             new_pages[place.page_array] = of_mixer
         if choice is not None:
             choices.append(choice)
+    if spec.altup is not None:
+        x = altup.merge(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
     if layers.stop == spec.num_layers and layers.stop in capture:
         captured.append(x)
     return x, tuple(new_pages), tuple(choices), *captured
@@ -395,7 +401,8 @@ def dense_causal_attend(
 LAYER_VECTORS = (
     "attn_norm", "attn_norm_bias", "attn_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm", "attn_out_norm_bias",
     "mlp_out_norm_bias", "q_a_norm", "kv_a_norm", "q_a_bias", "kv_a_bias", "o_bias", "up_bias", "down_bias",
-    "layer_out_norm", "layer_scalar", "router_norm", "dense_out_norm", "sparse_norm", "sparse_out_norm", "xielu",
+    "layer_out_norm", "layer_scalar", "altup_scale", "altup_router_norm", "laurel_norm", "router_norm",
+    "dense_out_norm", "sparse_norm", "sparse_out_norm", "xielu",
 )  # fmt: skip
 
 
@@ -421,7 +428,7 @@ def _embed(
 
 @functools.partial(jax.jit, static_argnames=("mixers", "attend"))
 def _layer(
-    x: Float[Array, "tokens hidden"],
+    x: Float[Array, "*streams tokens hidden"],
     normed: Float[Array, "tokens hidden"] | None,
     norms: LayerNorms | None,
     context: LayerContext,
@@ -431,7 +438,7 @@ def _layer(
     mixers: tuple[Mixer, ...],
     attend: Attend,
 ) -> tuple[
-    Float[Array, "tokens hidden"], Float[Array, "tokens hidden"] | None, tuple[Pages | State, ...],
+    Float[Array, "*streams tokens hidden"], Float[Array, "tokens hidden"] | None, tuple[Pages | State, ...],
     Int[Array, "tokens per_token"] | None,
 ]:  # fmt: skip
     """`_run_layer`, jitted. Layers with equal shapes and options share one trace.
@@ -452,22 +459,43 @@ def _layer(
 
 
 def _run_layer(
-    x: Float[Array, "tokens hidden"],
+    x: Float[Array, "*streams tokens hidden"],
     context: LayerContext,
     kept: Sequence[Pages | State],
     metadata: Sequence[Metadata],
     mixers: tuple[Mixer, ...],
     attend: Attend,
-) -> tuple[Float[Array, "tokens hidden"], tuple[Pages | State, ...], Int[Array, "tokens per_token"] | None]:
+) -> tuple[Float[Array, "*streams tokens hidden"], tuple[Pages | State, ...], Int[Array, "tokens per_token"] | None]:
     """Attention, a recurrence, or the sum of both, then the feed-forward network, with norms and residual sums.
 
     With `DecoderSpec.lone_feed_forward`, only one of the two.
     kept, metadata: one for each of the mixers. Without experts, the third result is None.
     """
+    if context.spec.altup is not None:
+        return _run_altup_layer(context.spec.altup, x, context, kept, metadata, mixers, attend)
     is_first = context.spec.norm_position in (NormPosition.PRE, NormPosition.SANDWICH)
     is_first &= "attn_norm" in context.params  # `DecoderSpec.first_norm`
     normed = normalise("attn_norm", x, context) if is_first else x
     return run_normed_layer(x, normed, context, kept, metadata, mixers, attend)
+
+
+def _run_altup_layer(
+    streams: AltUp, x: Float[Array, "streams tokens hidden"], context: LayerContext, kept: Sequence[Pages | State],
+    metadata: Sequence[Metadata], mixers: tuple[Mixer, ...], attend: Attend,
+) -> tuple[
+    Float[Array, "streams tokens hidden"], tuple[Pages | State, ...], Int[Array, "tokens per_token"] | None
+]:  # fmt: skip
+    """`_run_layer` of a model with `AltUp`. The per-layer embedding is added to all streams but the first."""
+    predictions = altup.predict(streams, x, context)
+    active = predictions[streams.active]
+    normed = normalise("attn_norm", active, context)
+    alone = dataclasses.replace(context, layer_input=None)
+    out, kept, choice = run_normed_layer(active, normed, alone, kept, metadata, mixers, attend)
+    x = altup.correct(streams, predictions, out, context)
+    if context.layer_input is not None:
+        gating = x[streams.active] * context.params["altup_scale"] if streams.scales else x[streams.active]
+        x = x.at[1:].add(gated_layer_input(gating, context.layer_input, context))
+    return x, kept, choice
 
 
 def run_normed_layer(
@@ -499,6 +527,8 @@ def run_normed_layer(
         new.append(changed)
     out = functools.reduce(jnp.add, outs)
     attended = x + scaled(norm("attn_out_norm", out, NormPosition.SANDWICH, NormPosition.OUTPUT), spec.residual_scale)
+    if spec.laurel_rank:
+        attended = altup.with_laurel(attended, normed, context)
     attended = norm("attn_norm", attended, NormPosition.POST)
     if spec.lone_feed_forward:
         return attended, tuple(new), None

@@ -21,7 +21,8 @@ def embed_for_layers(
     is divided by sqrt(2), so that it keeps their variance.
     """
     shape = (x.shape[0], -1, embedding.size)
-    of_token = take_rows("layer_embed", token_ids, context).reshape(shape)
+    known = jnp.where(token_ids < embedding.vocab_size, token_ids, 0)  # as in Transformers
+    of_token = take_rows("layer_embed", known, context).reshape(shape)
     of_token *= jnp.asarray(math.sqrt(embedding.size), of_token.dtype)
     projected = (linear("layer_embed_in", x, context) * context.spec.hidden_size**-0.5).reshape(shape)
     projected = rms_norm(projected, context.params["layer_embed_norm"], context.spec.norm_eps)

@@ -1,6 +1,7 @@
 """Parts of a layer: norms, activation functions, and the dense feed-forward network."""
 
 from collections.abc import Container
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
@@ -104,11 +105,11 @@ def xielu(x: Float[Array, "..."], numbers: Float[Array, "4"]) -> Float[Array, ".
 def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[str]) -> bool:
     """True if a layer with these leaves can fuse gate, up and activation into one `gated_dot`, with dense weights.
 
-    False with biases, separate or transposed matrices, a clamp, a factor of the gate, or no gate.
+    False with biases, separate or transposed matrices, a clamp, a factor of the gate, gates that are cut off, or no gate.
     """
     one_matrix = "gate_up" in leaves and not layout.split_gate_up and "gate_up" not in layout.transposed
-    plain = spec.gated and spec.swiglu_limit is None and spec.gate_scale == 1
-    return one_matrix and plain and "up_bias" not in leaves
+    is_plain = spec.swiglu_limit is None and spec.gate_scale == 1 and not any(spec.activation_sparsity)
+    return one_matrix and spec.gated and is_plain and "up_bias" not in leaves
 
 
 def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens hidden"]:
@@ -129,7 +130,20 @@ def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Flo
     bias = context.params.get("up_bias")
     if bias is not None:
         gated, up = add(gated, bias[0]), add(up, bias[1])
+    if any(spec.activation_sparsity):
+        gated = largest_gates(gated, spec.activation_sparsity[0])
     return linear_with_bias("down", gate(spec, gated, up), context)
+
+
+def largest_gates(gated: Float[Array, "tokens inter"], share: float) -> Float[Array, "tokens inter"]:
+    """Each token's gates above the quantile `share` of a normal distribution with their mean and deviation, less it.
+
+    The others become 0 (Gemma 3n).
+    """
+    x = gated.astype(jnp.float32)
+    mean = jnp.mean(x, -1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(jnp.square(x - mean), -1, keepdims=True))
+    return jax.nn.relu(x - mean - deviation * NormalDist().inv_cdf(share)).astype(gated.dtype)
 
 
 def _served_gate(

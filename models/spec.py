@@ -229,6 +229,15 @@ class LayerEmbedding:
     vocab_size: int  # rows of the embedding
 
 
+@dataclasses.dataclass(frozen=True)
+class AltUp:
+    """Alternating updates (arXiv:2301.13310): several streams of hidden states, and one passes through each layer."""
+
+    streams: int
+    active: int = 0          # stream that passes through the layers
+    scales: bool = True      # the stream that gates the per-layer embedding has a learned factor
+
+
 class TextPooling(enum.Enum):
     """How the hidden states of a text become one vector. Values are Sentence Transformers' names."""
 
@@ -337,6 +346,10 @@ class DecoderSpec:
     v_norm: bool = False         # RMS norm of each value head, without weights (Gemma 4)
     intermediate_sizes: tuple[int, ...] = ()  # width of each layer's feed-forward network; () = intermediate_size
     layer_embed: LayerEmbedding | None = None
+    altup: AltUp | None = None   # (Gemma 3n)
+    laurel_rank: int = 0         # rank of a matrix next to attention, with its own residual (LAuReL, arXiv:2411.07501)
+    # per layer: share of the gates that are cut off, if they were normally distributed; () = none (Gemma 3n)
+    activation_sparsity: tuple[float, ...] = ()
     layer_scalars: bool = False  # each layer's output is multiplied by a learned number (Gemma 4)
     # Attention's output is multiplied by softplus(gate): gates per head, 1 or head_dim; 0 = no gate (Laguna)
     output_gates: int = 0
@@ -386,7 +399,7 @@ class DecoderSpec:
     def of_layer(self, layer: int) -> "DecoderSpec":
         """The spec with this layer's heads, norms and widths; itself if all layers are alike.
 
-        Its `layer_kv` has one entry, the layer's own.
+        Its `layer_kv` and `activation_sparsity` have one entry, the layer's own.
         """
         if not (self.heads_by_layer or self.qk_norm_layers or self.layer_kv or self.intermediate_sizes):
             return self
@@ -397,6 +410,7 @@ class DecoderSpec:
             qk_norm=self.qk_norm if has_norm else None, qk_norm_layers=(), attention_scale=self.scale,
             num_kv_heads=kv.heads, head_dim=kv.head_dim, layer_kv=(kv,) if self.layer_kv else (),
             intermediate_size=self.width(layer), intermediate_sizes=(),
+            activation_sparsity=self.activation_sparsity[layer : layer + 1],
         )  # fmt: skip
 
     def kv_of(self, layer: int) -> LayerKV:
@@ -531,6 +545,9 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
         width = s.num_layers * s.layer_embed.size
         tree |= {"layer_embed": leaf(s.layer_embed.vocab_size, width), "layer_embed_in": leaf(width, hidden)}
         tree["layer_embed_norm"] = leaf(s.layer_embed.size)
+    if s.altup is not None:
+        names = (f"altup_{kind}_{i}" for kind in ("in", "out") for i in range(s.altup.streams - 1))
+        tree |= {name: leaf(hidden, hidden) for name in names}
     if s.num_labels is not None:
         tree["score"] = leaf(s.num_labels, embed)
     elif not (s.tie_embeddings or s.pools):
@@ -577,6 +594,10 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
         tree["layer_scalar"] = leaf(layers, 1)
     if s.activation is Activation.XIELU:
         tree["xielu"] = leaf(layers, 4)
+    if s.altup is not None:
+        tree |= {"altup_scale": leaf(layers, hidden), "altup_router_norm": leaf(layers, hidden)}
+    if s.laurel_rank:
+        tree["laurel_norm"] = leaf(layers, hidden)
     if s.latent is not None:
         tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
         if s.qkv_bias:
@@ -598,6 +619,12 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
     if s.layer_embed is not None:
         size = s.layer_embed.size
         tree |= {"layer_in": leaf(size, s.hidden_size), "layer_out": leaf(s.hidden_size, size)}
+    if s.altup is not None:
+        n = s.altup.streams
+        tree |= {"altup_router": leaf(n, s.hidden_size), "altup_predict": leaf(n, n, n), "altup_correct": leaf(n, n)}
+    if s.laurel_rank:
+        rank = s.laurel_rank
+        tree |= {"laurel_left": leaf(rank, s.hidden_size), "laurel_right": leaf(s.hidden_size, rank)}
     if s.lone_feed_forward and not s.lone_feed_forward[layer]:
         return tree
     return tree | _feed_forward_shapes(s, layer, leaf)

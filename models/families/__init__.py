@@ -21,6 +21,7 @@ from jpaged.models.families.exaone import EXAONE4
 from jpaged.models.families.falcon_h1 import FALCON_H1
 from jpaged.models.families.gemma import GEMMA, GEMMA2
 from jpaged.models.families.gemma3 import GEMMA3
+from jpaged.models.families.gemma3n import GEMMA3N
 from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
@@ -59,7 +60,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
     DEEPSEEK_V32, GLM_MOE_DSA, OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5,
-    QWEN3_5_MOE, LFM2, LFM2_MOE, NEMOTRON_H, FALCON_H1, GEMMA4, GEMMA4_UNIFIED, APERTUS, ARCEE,
+    QWEN3_5_MOE, LFM2, LFM2_MOE, NEMOTRON_H, FALCON_H1, GEMMA3N, GEMMA4, GEMMA4_UNIFIED, APERTUS, ARCEE,
     BERT, ROBERTA, XLM_ROBERTA, MODERNBERT,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -9,7 +9,7 @@ import math
 from jpaged.models.families import llama
 from jpaged.models.families.base import Family, TensorRule
 from jpaged.models.families.config import CheckpointConfig
-from jpaged.models.spec import DecoderSpec, Norm, NormPosition
+from jpaged.models.spec import DecoderSpec, Norm, NormPosition, Rope
 
 _LAYER = "model.layers.{layer}."
 _NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -30,6 +30,15 @@ def spec(config: CheckpointConfig, *, theta: float = 10000.0) -> DecoderSpec:
     config = config.with_defaults(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
     base = llama.spec(config, theta=theta)
     return dataclasses.replace(base, norm=Norm.RMS_OFFSET, embed_scale=math.sqrt(base.hidden_size))
+
+
+def window_rope(config: CheckpointConfig) -> Rope:
+    """Rope of the layers with a window (Gemma 3, Gemma 3n). Old configs have its base as rope_local_base_freq."""
+    local = config.of_layers("sliding_attention")
+    if local is config:
+        theta = config.positive("rope_local_base_freq", 10000.0)
+        local = CheckpointConfig({**config.values, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta})
+    return local.rope()
 
 
 def _gemma(config: CheckpointConfig) -> DecoderSpec:

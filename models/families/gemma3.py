@@ -9,11 +9,7 @@ from jpaged.models.spec import DecoderSpec, NormPosition, QKNorm
 
 
 def _gemma3(config: CheckpointConfig) -> DecoderSpec:
-    # Old configs have the global rope under the usual keys, and the window layers' base as rope_local_base_freq.
-    local = config.of_layers("sliding_attention")
-    if local is config:
-        theta = config.positive("rope_local_base_freq", 10000.0)
-        local = CheckpointConfig({**config.values, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta})
+    local = gemma.window_rope(config)
     config.refuse("attn_logit_softcapping")  # Transformers reads it, but does not apply it
     activation = config.get("hidden_activation", default="gelu_pytorch_tanh")
     defaults = {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 4}
@@ -26,7 +22,7 @@ def _gemma3(config: CheckpointConfig) -> DecoderSpec:
         max_position=config.integer("max_position_embeddings", default=131072),  # already includes the rope's scaling
         norm_position=NormPosition.SANDWICH,
         qk_norm=QKNorm.HEAD,
-        window_rope=local.rope(),
+        window_rope=local,
         attention_scale=config.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         final_softcap=config.optional_positive("final_logit_softcapping"),
         sliding_window=config.layer_windows(config.with_defaults(**defaults).window(), sliding),

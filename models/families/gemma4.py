@@ -73,13 +73,14 @@ def _kv(config: CheckpointConfig, kinds: list[str]) -> tuple[LayerKV, ...]:
     if same and config.get("num_global_key_value_heads") is not None:
         full["num_key_value_heads"] = config.integer("num_global_key_value_heads")
     by_layer = config.get("per_layer_config", default={str(i): full for i, kind in enumerate(kinds) if kind == _FULL})
-    if not isinstance(by_layer, Mapping) or not all(isinstance(values, Mapping) for values in by_layer.values()):
+    is_table = isinstance(by_layer, Mapping) and all(isinstance(values, Mapping) for values in by_layer.values())
+    if not is_table or not all(str(layer).isdecimal() for layer in by_layer):
         config.refuse("per_layer_config")
-    by_layer = {str(layer): values for layer, values in by_layer.items()}
+    by_layer = {int(layer): values for layer, values in by_layer.items()}  # Transformers writes "05"
     found = []
     read_from = sources(config, kinds, shared=config.integer("num_kv_shared_layers", default=0, minimum=0))
     for index, (kind, source) in enumerate(zip(kinds, read_from, strict=True)):
-        own = CheckpointConfig({"num_key_value_heads": heads, "head_dim": dim, **by_layer.get(str(index), {})})
+        own = CheckpointConfig({"num_key_value_heads": heads, "head_dim": dim, **by_layer.get(index, {})})
         if own.values.keys() - {"num_key_value_heads", "head_dim"}:
             config.refuse("per_layer_config")
         found.append(

@@ -59,7 +59,8 @@ def write_checkpoint(variant: Variant, seed: int, folder: Path) -> str:
     kind = variant.config["model_type"]
     if kind.startswith(("gemma3n", "gemma4")):  # their scores have no factor below 1
         of_scores = [name for name in tensors if name.endswith(("q_norm.weight", "k_norm.weight"))]
-        tensors |= {name: tensors[name] * np.float32(0.5) for name in of_scores}
+        factor = np.float32(0.25 if kind == "gemma3n_text" else 0.5)
+        tensors |= {name: tensors[name] * factor for name in of_scores}
     elif kind.startswith(("gemma", "qwen3_next", "qwen3_5")):  # norms that add one to the weights
         offset = [name for name in tensors if "norm" in name and "linear_attn" not in name]
         tensors |= {name: tensors[name] - np.float32(1) for name in offset}
@@ -123,7 +124,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.float32(centre) + np.float32(0.5) * uniform
     if name.endswith(("mamba.A_log", "mixer.A_log")):  # a state's decay: from 0.05 to 0.4 times the time step
         return np.float32(-2) + uniform
-    if name.endswith(("layer_scalar", "per_expert_scale")):
+    if name.endswith(("layer_scalar", "per_expert_scale", "correct_output_scale")):
         return np.float32(1) + np.float32(0.25) * uniform
     if name.endswith("router.scale"):  # is divided by the root of the width
         return np.float32(math.sqrt(shape[0])) * (np.float32(2) + np.float32(0.5) * uniform)
@@ -136,6 +137,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
+    elif "modality_router" in name:  # its input is divided by the width
+        deviation = 2.0
     elif "conv1d" in name or "conv.conv" in name:
         deviation = 1 / math.sqrt(shape[2])
     elif len(shape) == 3:  # all experts, [in, out] each
@@ -564,6 +567,21 @@ VARIANTS = (
     _kin("falcon-h1-gate", "FalconH1ForCausalLM", "falcon_h1", **_FALCON_H1 | {"ssm_multipliers": None},
          mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, projectors_bias=True,
          tie_word_embeddings=True),
+    _kin("gemma3n", "Gemma3nForCausalLM", "gemma3n_text", num_hidden_layers=5, head_dim=16, sliding_window=20,
+         layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+         num_kv_shared_layers=2, intermediate_size=[96, 64, 96, 128, 96], laurel_rank=8, altup_num_inputs=4,
+         altup_active_idx=0, altup_correct_scale=True, activation_sparsity_pattern=[0.5, 0.0, 0.3, 0.0, 0.5],
+         hidden_size_per_layer_input=8, vocab_size_per_layer_input=300, final_logit_softcapping=6.0,
+         tie_word_embeddings=True, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh", pad_token_id=0,
+         rope_theta=50000.0, rope_local_base_freq=200.0),
+    _kin("gemma3n-second", "Gemma3nForCausalLM", "gemma3n_text", num_hidden_layers=3, head_dim=24, sliding_window=20,
+         layer_types=["full_attention"] + ["sliding_attention"] * 2, num_kv_shared_layers=0, num_key_value_heads=1,
+         intermediate_size=[96, 96, 96], laurel_rank=16, altup_num_inputs=3, altup_active_idx=1,
+         altup_correct_scale=False, activation_sparsity_pattern=[0.0, 0.0, 0.0], hidden_size_per_layer_input=16,
+         vocab_size_per_layer_input=320, final_logit_softcapping=30.0, tie_word_embeddings=False, rms_norm_eps=1e-6,
+         hidden_activation="gelu_pytorch_tanh", pad_token_id=0,
+         rope_parameters={"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                          "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}),
     # two layers with a window in a page of a layer with full attention, then two of the latter in one of the former
     _kin("gemma4", "Gemma4ForCausalLM", "gemma4_text",
          **_UNLIKE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
@@ -613,7 +631,7 @@ NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
-    "falcon_h1", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "apertus", "arcee",
+    "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "apertus", "arcee",
 )  # fmt: skip
 
 

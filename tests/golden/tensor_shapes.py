@@ -26,6 +26,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if config["model_type"].startswith(("deepseek", "mistral4", "glm4_moe_lite", "glm_moe_dsa")):
         return _deepseek_shapes(config)
+    if config["model_type"] == "gemma3n_text":
+        return _gemma3n_shapes(config)
     if config["model_type"].startswith("gemma4"):
         return _gemma4_shapes(config)
     families = {
@@ -131,7 +133,8 @@ def _gemma4_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         at, is_full, shares = f"model.layers.{i}.", kind == "full_attention", i >= layers - c["num_kv_shared_layers"]
         dim = c["global_head_dim"] if is_full else c["head_dim"]
         kv = c["num_global_key_value_heads"] if is_full and c["attention_k_eq_v"] else c["num_key_value_heads"]
-        inter = c["intermediate_size"] * (2 if shares and c["use_double_wide_mlp"] else 1)
+        inter = c["intermediate_size"] if isinstance(c["intermediate_size"], int) else c["intermediate_size"][i]
+        inter *= 2 if shares and c["use_double_wide_mlp"] else 1
         projections = {"q_proj": heads * dim}
         if not shares:
             projections |= {"k_proj": kv * dim} | ({} if is_full and c["attention_k_eq_v"] else {"v_proj": kv * dim})
@@ -155,6 +158,24 @@ def _gemma4_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             norms += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"]
         shapes |= {f"{at}{name}.weight": (hidden,) for name in norms}
     return shapes if c["tie_word_embeddings"] else shapes | {"lm_head.weight": (c["vocab_size"], hidden)}
+
+
+def _gemma3n_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Those of a Gemma 4 with heads of one size, and those of AltUp and LAuReL."""
+    hidden, rank, streams = c["hidden_size"], c["laurel_rank"], c["altup_num_inputs"]
+    alike = {"global_head_dim": c["head_dim"], "attention_k_eq_v": False, "use_double_wide_mlp": False}
+    shapes = {name: shape for name, shape in _gemma4_shapes(c | alike).items() if "layer_scalar" not in name}
+    for i, inter in enumerate(c["intermediate_size"]):
+        at = f"model.layers.{i}."
+        shapes |= {f"{at}mlp.{name}_proj.weight": (inter, hidden) for name in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj.weight": (hidden, inter), f"{at}altup.correct_output_scale": (hidden,)}
+        shapes |= {f"{at}altup.correction_coefs.weight": (streams, streams)}
+        shapes |= {f"{at}altup.prediction_coefs.weight": (streams**2, streams)}
+        shapes |= {f"{at}altup.modality_router.weight": (streams, hidden), f"{at}altup.router_norm.weight": (hidden,)}
+        shapes |= {f"{at}laurel.linear_left.weight": (rank, hidden), f"{at}laurel.linear_right.weight": (hidden, rank)}
+        shapes |= {f"{at}laurel.post_laurel_norm.weight": (hidden,)}
+    sides = ("altup_projections", "altup_unembed_projections")
+    return shapes | {f"model.{side}.{i}.weight": (hidden, hidden) for side in sides for i in range(streams - 1)}
 
 
 def _delta_shapes(c: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:

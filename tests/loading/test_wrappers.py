@@ -25,6 +25,7 @@ from tests.support.checkpoint_files import assert_same, tensors_of
 # Text model -> (wrapper, model type of the text model in it)
 CASES = {
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "gemma3n": ("Gemma3nForConditionalGeneration", "gemma3n_text"),
     "gemma4": ("Gemma4ForConditionalGeneration", "gemma4_text"),
     "gemma4-unified": ("Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text"),
     "mistral": ("Mistral3ForConditionalGeneration", "mistral"),
@@ -35,7 +36,7 @@ CASES = {
     "qwen3.5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 }
-NEWER = ("gemma4", "gemma4-unified", "llama4", "ministral3", "mistral4", "qwen3.5", "qwen3.5-moe")
+NEWER = ("gemma3n", "gemma4", "gemma4-unified", "llama4", "ministral3", "mistral4", "qwen3.5", "qwen3.5-moe")
 # The published text_config of google/gemma-3-4b-it, and that of mistralai/Mistral-Small-3.1-24B-Instruct-2503.
 GEMMA = {
     "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,

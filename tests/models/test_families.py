@@ -17,7 +17,7 @@ from jpaged.config import EngineConfig
 from jpaged.loading import load_model
 from jpaged.loading.model import LoadedModel
 from jpaged.models.recurrent_spec import GateNorm
-from jpaged.models.spec import Activation, Norm, NormPosition, QKNorm, Rope, Scoring
+from jpaged.models.spec import Activation, AltUp, LayerEmbedding, Norm, NormPosition, QKNorm, Rope, Scoring
 from tests.golden.checkpoints import (
     BY_NAME,
     NEWER,
@@ -35,11 +35,11 @@ TOLERANCE = 1e-4  # on natural logarithms
 
 # By default one variant of each older family, DeepSeek-V3 in the format of its release, and of the newer families those
 # with a mechanism of their own: norms after rope, unlike numbers of heads with gates, chunked attention with rope in
-# pairs and queries that grow, and layers with unlike KV: shared KV with per-layer embeddings, and K=V with experts next
-# to a dense network. All of them in .ci/run.
+# pairs and queries that grow, layers with unlike KV (shared KV with per-layer embeddings, and K=V with experts next to
+# a dense network), and AltUp with LAuReL. All of them in .ci/run.
 FIRST = [
     *(v for v in first_of_each_family() if v.config["model_type"] not in NEWER),
-    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "hunyuan", "laguna", "llama4", "gemma4", "gemma4-moe")),
+    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "hunyuan", "laguna", "llama4", "gemma4", "gemma4-moe", "gemma3n")),
 ]
 
 
@@ -173,6 +173,13 @@ CHANGES = {
     ],
     "falcon-h1-norm": [("recurrence", "gate_norm", GateNorm.AFTER), ("recurrence", "gate_norm", GateNorm.NONE)],
     "falcon-h1-gate": [("recurrence", "gate_norm", GateNorm.BEFORE), ("recurrence", "in_scale", 1.0)],
+    "gemma3n": [
+        {"laurel_rank": 0}, {"activation_sparsity": ()}, {"activation_sparsity": (0.5, 0.3, 0.3, 0.0, 0.5)},
+        {"altup": AltUp(4, scales=False)}, {"altup": AltUp(4, active=1)}, {"v_norm": False}, {"layer_embed": None},
+        {"layer_embed": LayerEmbedding(8, 310)}, {"window_rope": None}, {"rope": Rope()}, {"attention_scale": None},
+        {"final_softcap": None}, {"norm": Norm.RMS_OFFSET}, {"sliding_window": ()},
+    ],
+    "gemma3n-second": [{"altup": AltUp(3, active=1)}, {"altup": AltUp(3, scales=False)}, {"rope": Rope(theta=5000.0)}],
     "gemma4": [
         {"layer_embed": None}, {"layer_scalars": False}, {"v_norm": False}, {"attention_scale": None},
         {"final_softcap": None}, {"embed_scale": 1.0}, {"window_rope": None}, {"rope": Rope(theta=50000.0)},

@@ -140,6 +140,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
          "mamba_d_head": 128, "mamba_d_state": 256, "tie_word_embeddings": False},
         7_585_513_568,
     ),
+    "gemma-3n-E2B": (
+        "gemma3n_text", {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}, 4_435_182_688,
+    ),
+    "gemma-3n-E4B": ("gemma3n_text", {}, 6_835_235_568),
     "gemma-4-E2B": (
         "gemma4_text",
         {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_key_value_heads": 1,

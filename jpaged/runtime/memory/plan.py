@@ -227,6 +227,7 @@ _PARTS = {
     "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "xielu", "layer_scalar"),
     "per-layer embeddings": ("layer_embed", "layer_embed_in", "layer_in", "layer_out"),
+    "AltUp and LAuReL": (),  # by prefix of the name: see `_part_of`
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
 }
@@ -262,6 +263,8 @@ def _part_of(name: str) -> str:
         return "norms"
     if name.startswith(("expert_", "router", "shared_")):
         return "experts"
+    if name.startswith(("altup_", "laurel_")):
+        return "AltUp and LAuReL"
     apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
     part = apart.get(name) or next((part for part, names in _PARTS.items() if name in names), None)
     if part is None:
