@@ -497,10 +497,10 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
     if spec.qk_norm is None:
         return Projection(qkv, bias, None, None, cos, sin, spec.norm_eps)
     if spec.qk_norm is QKNorm.HEAD:
-        gains = [params["q_norm"], params["k_norm"]]
+        of_q, of_k = params["q_norm"], params["k_norm"]
         if spec.norm is Norm.RMS_OFFSET:
-            gains = [1 + gain.astype(jnp.float32) for gain in gains]
-        return Projection(qkv, bias, *gains, cos, sin, spec.norm_eps)
+            of_q, of_k = (1 + gain.astype(jnp.float32) for gain in (of_q, of_k))
+        return Projection(qkv, bias, of_q, of_k, cos, sin, spec.norm_eps)
     # No kernel fuses these two with the write into the pages
     if spec.qk_norm is QKNorm.ROTATED:
         q, k, v = Projection(qkv, bias, None, None, cos, sin, spec.norm_eps).finish()

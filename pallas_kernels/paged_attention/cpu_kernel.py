@@ -37,7 +37,18 @@ from pallas_kernels.native.memory import (
     store_int64,
 )
 from pallas_kernels.paged_attention import cpu_vectors
-from pallas_kernels.paged_attention.cpu import ALIBI, CAP, FLAGS, PAGE_KIND, QUERY_KIND, SCALE, SINKS, V_DIM, WINDOW
+from pallas_kernels.paged_attention.cpu import (
+    ALIBI,
+    CAP,
+    FLAGS,
+    PAGE_KIND,
+    PAGE_SHAPE,
+    QUERY_KIND,
+    SCALE,
+    SINKS,
+    V_DIM,
+    WINDOW,
+)
 
 LANES, VECTOR, TILE, PAIR = vectors.LANES, vectors.VECTOR, vectors.TILE, vectors.PAIR
 SPAN, LINE = cpu_vectors.SPAN, cpu_vectors.LINE
@@ -333,11 +344,11 @@ def prepare(frame, job):
     store_int64(job + ROWS, rows)
     store_int64(job + HEADS, heads)
     store_int64(job + HEAD_DIM, dim)
-    kv_heads = dimension(frame, 7, 2)
-    store_int64(job + NUM_BLOCKS, dimension(frame, 7, 0))
-    store_int64(job + PARTS, dimension(frame, 7, 1))
+    kv_heads = np.int64(option(job, PAGE_SHAPE + 2))
+    store_int64(job + NUM_BLOCKS, np.int64(option(job, PAGE_SHAPE)))
+    store_int64(job + PARTS, np.int64(option(job, PAGE_SHAPE + 1)))
     store_int64(job + KV_HEADS, kv_heads)
-    store_int64(job + BLOCK_SIZE, dimension(frame, 7, 3))
+    store_int64(job + BLOCK_SIZE, np.int64(option(job, PAGE_SHAPE + 3)))
     store_int64(job + WIDTH, dimension(frame, 4, 1))
     most = max(TILE, min(MOST_ROWS, MOST_NUMBERS // round_up(dim, LINE) // TILE * TILE))
     starts, lens = load_int64(job + STARTS), load_int64(job + LENS)

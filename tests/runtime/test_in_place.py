@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.spec import DecoderSpec, Experts, GatedDelta, Latent, Rope, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, GatedDelta, Indexer, Latent, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
@@ -38,6 +38,9 @@ SPEC = DecoderSpec(
 )  # fmt: skip
 LATENT = dataclasses.replace(
     SPEC, num_kv_heads=1, head_dim=576, latent=Latent(q_rank=None, kv_rank=512, nope_dim=64, rope_dim=64, v_dim=64)
+)
+SPARSE = dataclasses.replace(
+    LATENT, head_dim=704, latent=dataclasses.replace(LATENT.latent, q_rank=512, indexer=Indexer(16, 128, top_k=128))
 )
 # Six layers of two kinds, in three KV groups over two page arrays. Three layers write and read each array in turn.
 MIXED = (96, 96, None, 96, 96, None)
@@ -247,16 +250,17 @@ def test_moving_blocks_copies_no_other_pages(target, blocks):
 
 
 @pytest.mark.skipif(set_rows.kernel().name is None, reason="native kernels cannot run here")
-@pytest.mark.parametrize(("latent", "kv_cache_dtype"), [
-    (False, "auto"),
-    pytest.param(False, "int8", marks=pytest.mark.slow),
-    pytest.param(False, "fp8", marks=pytest.mark.slow),
-    pytest.param(True, "auto", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_every_program_of_an_engine_on_cpu_updates_pages_in_place(latent, kv_cache_dtype):
+@pytest.mark.parametrize(("spec", "kv_cache_dtype"), [
+    (SPEC, "auto"),
+    pytest.param(SPEC, "int8", marks=pytest.mark.slow),
+    pytest.param(SPEC, "fp8", marks=pytest.mark.slow),
+    pytest.param(LATENT, "auto", marks=pytest.mark.slow),
+    pytest.param(SPARSE, "auto", marks=pytest.mark.slow),
+], ids=("auto", "int8", "fp8", "latent", "sparse"))  # fmt: skip
+def test_every_program_of_an_engine_on_cpu_updates_pages_in_place(spec, kv_cache_dtype):
     """With weights of 16 bits and pages of each type, also with JAX 0.10. XLA converts pages that it updates itself."""
     sizes = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    spec = dataclasses.replace(LATENT if latent else SPEC, num_layers=2)
+    spec = dataclasses.replace(spec, num_layers=2)
     model = ServedModel(spec, param_shapes(spec, jnp.bfloat16))
     config = EngineConfig(model="", max_model_len=256, kv_cache_dtype=kv_cache_dtype, **sizes)
     build = Blueprint.draw(model, config, Placement.single(jax.devices()[0])).with_blocks(8 * BLOCKS)
