@@ -1,7 +1,7 @@
 """DeepSeek sparse attention: a query attends to the tokens that a small indexer chooses (DeepSeek-V3.2, GLM-5).
 
-Each token has one small key, at the end of its vector in the KV cache (`spec.Latent`). Each query has a few heads, and a
-weight for each head. The score of a token is
+Each token has one small key, at the end of its vector in the KV cache (`spec.Latent`). Each query has a few heads, and
+a weight for each head. The score of a token is
 
     sum over heads of weight * relu(q.k * head_dim ** -0.5)
 

@@ -105,7 +105,8 @@ def xielu(x: Float[Array, "..."], numbers: Float[Array, "4"]) -> Float[Array, ".
 def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[str]) -> bool:
     """True if a layer with these leaves can fuse gate, up and activation into one `gated_dot`, with dense weights.
 
-    False with biases, separate or transposed matrices, a clamp, a factor of the gate, gates that are cut off, or no gate.
+    False with biases, separate or transposed matrices, a clamp, a factor of the gate, gates that are cut off, or no
+    gate.
     """
     one_matrix = "gate_up" in leaves and not layout.split_gate_up and "gate_up" not in layout.transposed
     is_plain = spec.swiglu_limit is None and spec.gate_scale == 1 and not any(spec.activation_sparsity)

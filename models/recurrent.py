@@ -1,4 +1,4 @@
-"""Layers with a state of fixed size per request: gated DeltaNet (Qwen3-Next, Qwen3.5), short convolutions (LFM2), Mamba-2.
+"""Layers with a state of fixed size per request: gated DeltaNet, short convolutions (LFM2), and Mamba-2.
 
 A layer's state is a tuple of arrays with one slot per request (`Recurrence.state_shapes`). A step reads and writes the
 slots of its rows, in place.

@@ -13,8 +13,8 @@ from pallas_kernels.native.kinds import KINDS
 from pallas_kernels.paged_attention.call import AttentionCall
 from pallas_kernels.platforms import refuse_cpu
 
-# indices of the int32 options; SCALE and CAP have the bits of a float32
-WINDOW, FLAGS, SCALE, CAP, QUERY_KIND, PAGE_KIND, V_DIM, OWN_HEADS = range(8)
+# indices of the int32 options; SCALE and CAP have the bits of a float32. PAGE_SHAPE: the first of four sizes
+WINDOW, FLAGS, SCALE, CAP, QUERY_KIND, PAGE_KIND, V_DIM, PAGE_SHAPE = range(8)
 SINKS, ALIBI = 1, 2  # bits of FLAGS
 KERNEL = "pallas_kernels.paged_attention.cpu_kernel"
 
@@ -44,12 +44,14 @@ def discard() -> None:
 def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads v_dim"]:
     """See `pallas_kernels.paged_attention`. Results of padding tokens are zero."""
     q, pages = call.q, call.pages
-    options = np.zeros(8, np.int32)
+    options = np.zeros(PAGE_SHAPE + 4, np.int32)
     options[WINDOW] = call.sliding_window or 0
     options[FLAGS] = SINKS * (call.sinks is not None) + ALIBI * (call.alibi_slopes is not None)
     options[SCALE : CAP + 1] = np.array([call.scale, call.logit_softcap or 0.0], np.float32).view(np.int32)
     options[QUERY_KIND], options[PAGE_KIND] = KINDS[q.dtype], KINDS[pages.dtype]
-    options[V_DIM], options[OWN_HEADS] = pages.v_dim or 0, pages.num_kv_heads
+    options[V_DIM] = pages.v_dim or 0
+    options[PAGE_SHAPE:] = pages.data.shape[:4]
+    data = pages.data if pages.whole is None else pages.whole
     nothing = np.zeros(1, np.float32)
     shape = jax.ShapeDtypeStruct((*q.shape[:2], call.v_dim), q.dtype)
     name = kernel().name
@@ -58,5 +60,6 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads v_dim"]
         options, q, call.query_start_loc, call.context_lens, call.block_tables,
         nothing if call.sinks is None else call.sinks.astype(jnp.float32),
         nothing if call.alibi_slopes is None else call.alibi_slopes.astype(jnp.float32),
-        pages.data if pages.whole is None else pages.whole, nothing if pages.scales is None else pages.scales,
+        # Two axes, because XLA copies pages of one token, a view of other pages, to move their axes of size 1
+        data.reshape(-1, data.shape[-1]), nothing if pages.scales is None else pages.scales,
     )  # fmt: skip

@@ -41,8 +41,8 @@ from pallas_kernels.paged_attention.cpu import (
     ALIBI,
     CAP,
     FLAGS,
-    OWN_HEADS,
     PAGE_KIND,
+    PAGE_SHAPE,
     QUERY_KIND,
     SCALE,
     SINKS,
@@ -344,13 +344,11 @@ def prepare(frame, job):
     store_int64(job + ROWS, rows)
     store_int64(job + HEADS, heads)
     store_int64(job + HEAD_DIM, dim)
-    kv_heads = np.int64(option(job, OWN_HEADS))
-    # a page may be several pages of these heads (`KVPages.whole`)
-    numbers = dimension(frame, 7, 0) * dimension(frame, 7, 2) * dimension(frame, 7, 4)
-    store_int64(job + NUM_BLOCKS, numbers // (kv_heads * dim))
-    store_int64(job + PARTS, dimension(frame, 7, 1))
+    kv_heads = np.int64(option(job, PAGE_SHAPE + 2))
+    store_int64(job + NUM_BLOCKS, np.int64(option(job, PAGE_SHAPE)))
+    store_int64(job + PARTS, np.int64(option(job, PAGE_SHAPE + 1)))
     store_int64(job + KV_HEADS, kv_heads)
-    store_int64(job + BLOCK_SIZE, dimension(frame, 7, 3))
+    store_int64(job + BLOCK_SIZE, np.int64(option(job, PAGE_SHAPE + 3)))
     store_int64(job + WIDTH, dimension(frame, 4, 1))
     most = max(TILE, min(MOST_ROWS, MOST_NUMBERS // round_up(dim, LINE) // TILE * TILE))
     starts, lens = load_int64(job + STARTS), load_int64(job + LENS)

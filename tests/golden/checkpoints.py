@@ -447,7 +447,8 @@ VARIANTS = (
     # 16 of up to 171 tokens. With few heads of the indexer many tokens have the score 0, and a tie would decide
     _kin("deepseek-v32", "DeepseekV32ForCausalLM", "deepseek_v32", **_LATENT, n_group=4, topk_group=2,
          n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=16,
-         index_topk=16, **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)),
+         index_topk=16,
+         **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)),
     _kin("deepseek-v32-bias", "DeepseekV32ForCausalLM", "deepseek_v32", **_LATENT, n_group=1, topk_group=1,
          n_shared_experts=2, norm_topk_prob=False, index_n_heads=17, index_head_dim=12, index_topk=23,
          attention_bias=True, mlp_layer_types=["sparse", "dense"], **_rope("default")),
@@ -456,7 +457,8 @@ VARIANTS = (
          **_LATENT | {"q_lora_rank": 160, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
                       "v_head_dim": 32, "moe_intermediate_size": 96},
          hidden_size=320, intermediate_size=192, n_group=4, topk_group=2, n_shared_experts=1, norm_topk_prob=True,
-         routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=72, index_topk=16, quantization_config=FP8,
+         routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=72, index_topk=16,
+         quantization_config=FP8 | {"scale_fmt": "ue8m0"},
          **_rope("default")),
     _kin("glm-moe-dsa", "GlmMoeDsaForCausalLM", "glm_moe_dsa", **_LATENT, n_group=1, topk_group=1,
          n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=16,
@@ -631,7 +633,8 @@ NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
-    "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "apertus", "arcee",
+    "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "apertus",
+    "arcee",
 )  # fmt: skip
 
 

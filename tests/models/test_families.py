@@ -17,7 +17,18 @@ from jpaged.config import EngineConfig
 from jpaged.loading import load_model
 from jpaged.loading.model import LoadedModel
 from jpaged.models.recurrent_spec import GateNorm
-from jpaged.models.spec import Activation, AltUp, LayerEmbedding, Norm, NormPosition, QKNorm, Rope, Scoring
+from jpaged.models.spec import (
+    Activation,
+    AltUp,
+    Indexer,
+    Latent,
+    LayerEmbedding,
+    Norm,
+    NormPosition,
+    QKNorm,
+    Rope,
+    Scoring,
+)
 from tests.golden.checkpoints import (
     BY_NAME,
     NEWER,
@@ -66,6 +77,13 @@ def test_answers_are_those_of_transformers(variant: Variant, tmp_path: Path) -> 
 
 
 PART_SCALES = (0.7, 1.2, 0.9, 1.1, 0.6)  # of falcon-h1
+
+
+def _indexed(top_k: int = 16, interleaved: bool = False) -> dict[str, Latent]:
+    """Another indexer, with the sizes of the variants."""
+    return {"latent": Latent(24, 32, 16, 8, 12, indexer=Indexer(16, 16, top_k, interleaved))}
+
+
 CHANGES = {
     "llama-linear": [{"rope": Rope()}],
     "llama-dynamic": [{"rope": Rope()}],
@@ -122,6 +140,11 @@ CHANGES = {
         {"rope": Rope()},
     ],
     "deepseek-v3-halves": [{"rope": Rope(theta=500.0)}],
+    "deepseek-v32": [
+        *(_indexed(top_k=top_k) for top_k in (15, 17, 500)), _indexed(interleaved=True), {"rope": Rope()},
+        ("correction", False),
+    ],
+    "glm-moe-dsa": [_indexed(top_k=17, interleaved=True), _indexed(interleaved=False), ("scale", 1.0)],
     "ministral3": [{"query_scaling": None}, {"rope": Rope()}],
     "ministral3-window": [{"query_scaling": None}, {"sliding_window": ()}],
     "mistral4": [{"query_scaling": None}, ("renormalise", False), ("scale", 1.0), ("scoring", Scoring.SIGMOID)],

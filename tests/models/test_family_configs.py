@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import transformers
 
+from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.models import rope
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.sharding import Shards, split_spec
 from jpaged.models.spec import Rope
+from jpaged.runtime.memory.plan import decide_limits
 from tests.golden.checkpoints import BY_NAME, VARIANTS, Variant
 
 
@@ -229,6 +231,15 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("glm4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 is not supported for glm4"),
         ("glm4-moe", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("glm4-moe-lite", {"mlp_layer_types": ["dense", "mamba"]}, "mlp_layer_types=.* each dense or sparse"),
+        ("deepseek-v32", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is not supported"),
+        ("deepseek-v32", {"q_lora_rank": None}, "q_lora_rank=null: an indexer needs compressed queries"),
+        ("deepseek-v32", {"index_head_dim": 6}, "index_head_dim=6 must be at least qk_rope_head_dim=8"),
+        ("deepseek-v32", {"index_topk_freq": 4}, "index_topk_freq=4 is not supported"),
+        ("deepseek-v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave=True is not supported"),
+        ("glm-moe-dsa", {"indexer_types": ["shared", "full"]}, "indexer_types=.* must be a list of 2 names"),
+        ("glm-moe-dsa", {"indexer_types": ["full"]}, "indexer_types=.* must be a list of 2 names"),
+        ("glm-moe-dsa", {"index_topk_pattern": "FX"}, "indexer_types='FX' must be a list of 2 names"),
+        ("glm-moe-dsa", {"rope_interleave": False}, "rope_interleave=False is not supported"),
         ("ernie-moe", {"use_bias": True}, "use_bias=True is not supported"),
         ("exaone4", {"layer_types": ..., "sliding_window_pattern": "LLLG"}, "sliding_window_pattern='LLLG' must be"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported"),
@@ -362,3 +373,24 @@ def test_dynamic_rope_is_plain_up_to_the_trained_length_and_slower_beyond() -> N
 def test_the_guide_lists_the_olmo3_file() -> None:
     root = Path(__file__).parent.parent.parent
     assert (root / "models/families/olmo3.py").read_text() in (root / "docs/adding_a_model.md").read_text()
+
+
+def test_layers_that_share_the_tokens_of_an_indexer() -> None:
+    """The three spellings of GLM-5.2's layers, as Transformers reads them."""
+    name, count = "glm-moe-dsa-shared", BY_NAME["glm-moe-dsa-shared"].config["num_hidden_layers"]
+    for keys in (
+        {"indexer_types": ["full", "full", "shared", "shared"]}, {"index_topk_pattern": "FFSS"},
+        {"index_topk_freq": 3}, {"index_topk_freq": 4, "index_skip_topk_offset": 2}, {"index_topk_freq": 1}, {},
+    ):  # fmt: skip
+        values = config(name, **{"indexer_types": ..., **keys})
+        reference = transformers.AutoConfig.for_model(**values).indexer_types
+        indexer = spec_of(values).indexer
+        assert indexer is not None
+        assert [indexer.is_in(layer) for layer in range(count)] == [kind == "full" for kind in reference]
+
+
+def test_layers_that_share_tokens_are_in_one_pipeline_stage() -> None:
+    spec = spec_of(BY_NAME["glm-moe-dsa-shared"].config)
+    with pytest.raises(ModelLoadError, match=r"pipeline_parallel_size=2: .* that the layer before has chosen"):
+        decide_limits(spec, EngineConfig(model="", pipeline_parallel_size=2), "cpu")
+    decide_limits(spec, EngineConfig(model=""), "cpu")

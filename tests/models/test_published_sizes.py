@@ -177,6 +177,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
          "hidden_size_per_layer_input": 0},
         30_697_345_340,
     ),
+    "DeepSeek-V3.2": ("deepseek_v32", {}, 671_877_944_064),
+    "GLM-5": ("glm_moe_dsa", {}, 743_911_218_432),
+    "GLM-5.2": ("glm_moe_dsa", {"index_topk_freq": 4, "index_skip_topk_offset": 3}, 743_377_019_904),
     "Llama-4-Scout-17B-16E": ("llama4_text", {}, 107_769_861_120),
     "Llama-4-Maverick-17B-128E": (
         "llama4_text", {"interleave_moe_layer_step": 2, "num_local_experts": 128}, 400_711_848_960,

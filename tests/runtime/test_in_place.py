@@ -20,7 +20,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
 from jpaged.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
-from jpaged.models.spec import DecoderSpec, Experts, Latent, LayerKV, QKNorm, Rope, WeightLayout, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, Indexer, Latent, LayerKV, QKNorm, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
@@ -40,6 +40,9 @@ SPEC = DecoderSpec(
 )  # fmt: skip
 LATENT = dataclasses.replace(
     SPEC, num_kv_heads=1, head_dim=576, latent=Latent(q_rank=None, kv_rank=512, nope_dim=64, rope_dim=64, v_dim=64)
+)
+SPARSE = dataclasses.replace(
+    LATENT, head_dim=704, latent=dataclasses.replace(LATENT.latent, q_rank=512, indexer=Indexer(16, 128, top_k=128))
 )
 # Six layers of two kinds, in three KV groups over two page arrays. Three layers write and read each array in turn.
 MIXED = (96, 96, None, 96, 96, None)
@@ -304,7 +307,8 @@ def test_moving_blocks_copies_no_other_pages(target, blocks):
         dataclasses.replace(SPEC, layer_kv=UNLIKE[1:3], sliding_window=(96, None), qk_norm=QKNorm.HEAD), "auto",
         marks=pytest.mark.slow,
     ),
-], ids=["auto", "int8", "fp8", "latent", "unlike"])  # fmt: skip
+    pytest.param(SPARSE, "auto", marks=pytest.mark.slow),
+], ids=["auto", "int8", "fp8", "latent", "unlike", "sparse"])  # fmt: skip
 def test_every_program_of_an_engine_on_cpu_updates_pages_in_place(spec, kv_cache_dtype):
     """With weights of 16 bits and pages of each type, also with JAX 0.10. XLA converts pages that it updates itself."""
     sizes = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}

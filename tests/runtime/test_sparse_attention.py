@@ -100,8 +100,9 @@ def test_bits_do_not_depend_on_the_batch_or_the_chunk(dtype, implementation) -> 
         padding = [(0, tokens - (last - first)), (0, 0)]
         part.q = jnp.pad(whole.q[first:last], [*padding, (0, 0)])
         part.index = IndexQueries(
-            jnp.pad(whole.index.q[first:last], [*padding, (0, 0)]), jnp.pad(whole.index.weights[first:last], padding), 16
-        )
+            jnp.pad(whole.index.q[first:last], [*padding, (0, 0)]),
+            jnp.pad(whole.index.weights[first:last], padding), 16,
+        )  # fmt: skip
         count = last - first
         assert part.chosen_slots() == slots[first:last]
         assert (part.attended(implementation)[:count] == wanted[first:last]).all()

@@ -297,8 +297,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     refuse_with_unlike_layers(spec, config, platform)
     if spec.indexer is not None and spec.indexer.layers and config.pipeline_parallel_size > 1:
         raise ModelLoadError(
-            f"pipeline_parallel_size={config.pipeline_parallel_size}: layers of this model attend to the tokens that the "
-            "layer before has chosen, which is not passed to another stage yet: leave it out"
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: layers of this model attend to the tokens that "
+            "the layer before has chosen, which is not passed to another stage yet: leave it out"
         )
     on_cpu = platform == "cpu"
     if spec.encoder is not None:

@@ -1,8 +1,8 @@
 """Sparse attention over pages: each token becomes a row whose blocks are the tokens that it attends to.
 
-A page holds `block_size` tokens. Seen as `block_size` pages of one token, the same array has a block for each token, and
-the slots of the chosen tokens are a block table. So no attention kernel knows sparse attention. With at most `top_k`
-keys, a token's row has all of them in order.
+A page holds `block_size` tokens. Seen as `block_size` pages of one token, the same array has a block for each token.
+Then the slots of the chosen tokens are a block table, and no attention kernel knows sparse attention. With at most
+`top_k` keys, a token's row has all of them in order.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jpaged.models.indexer import IndexQueries, best_positions
-from pallas_kernels import KVPages
+from pallas_kernels import KVPages, gather_rows
 from pallas_kernels.paged_attention.tiles import row_of_token
 
 # Tokens that are scored together. On CPU all programs score the same number at a time, so a score's bits depend on its
@@ -50,8 +50,9 @@ def rows_by_token(
     groups = -(-tokens // at_once)
     padding = groups * at_once - tokens
     queries = dataclasses.replace(
-        index, q=jnp.pad(index.q, ((0, padding), (0, 0), (0, 0))), weights=jnp.pad(index.weights, ((0, padding), (0, 0)))
-    )
+        index, q=jnp.pad(index.q, ((0, padding), (0, 0), (0, 0))),
+        weights=jnp.pad(index.weights, ((0, padding), (0, 0))),
+    )  # fmt: skip
     row, padded_position = jnp.pad(row, (0, padding)), jnp.pad(position, (0, padding), constant_values=-1)
 
     def next_tokens(i: Array, slots: Array) -> Array:
@@ -78,8 +79,9 @@ def rows_by_token(
 
 
 def _scores(
-    index: IndexQueries, pages: KVPages, tables: Int[Array, "tokens width"], last: Int[Array, " tokens"], *, on_cpu: bool
-) -> Array:
+    index: IndexQueries, pages: KVPages, tables: Int[Array, "tokens width"], last: Int[Array, " tokens"], *,
+    on_cpu: bool,
+) -> Array:  # fmt: skip
     """float32[tokens, keys] scores of all keys that the tables hold. Undefined after the token's position, `last`."""
     blocks_per_step = min(tables.shape[1], max(1, (KEYS_ON_CPU if on_cpu else KEYS_PER_STEP) // pages.block_size))
     steps, tokens = -(-tables.shape[1] // blocks_per_step), tables.shape[0]
@@ -88,7 +90,13 @@ def _scores(
 
     def next_keys(step: Array, scores: Array) -> Array:
         blocks = lax.dynamic_slice_in_dim(tables, step * blocks_per_step, blocks_per_step, axis=1)
-        keys = pages.data.at[blocks, 0, 0, :, first:].get(mode="clip").reshape(tokens, keys_per_step, index.dim)
+        if on_cpu:
+            lines = blocks[:, :, None] * pages.block_size + jnp.arange(pages.block_size)
+            table = pages.data.reshape(-1, pages.head_dim)
+            keys = gather_rows(table, lines.reshape(-1), lines.size)[:, first:]
+        else:
+            keys = pages.data.at[blocks, 0, 0, :, first:].get(mode="clip")
+        keys = keys.reshape(tokens, keys_per_step, index.dim)
         return lax.dynamic_update_slice_in_dim(scores, index.scores(keys), step * keys_per_step, axis=1)
 
     needed = last.max() // keys_per_step + 1 if on_cpu else steps

@@ -74,10 +74,11 @@ def _indexer_layers(config: CheckpointConfig) -> tuple[bool, ...]:
     if pattern is None:
         every, first = config.integer("index_topk_freq", default=1), config.integer("index_skip_topk_offset", default=2)
         pattern = ["full" if max(i - first + 1, 0) % every == 0 else "shared" for i in range(count)]
-    kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern] if isinstance(pattern, str | list) else []
+    letters = {"F": "full", "S": "shared"}
+    kinds = [letters.get(str(kind), str(kind)) for kind in pattern] if isinstance(pattern, str | list) else []
     if len(kinds) != count or set(kinds) - {"full", "shared"} or kinds[0] != "full":
         raise ModelLoadError(
-            f"config.json: indexer_types={pattern!r} must be a list of {count} names, each full or shared, the first full"
+            f"config.json: indexer_types={pattern!r} must be a list of {count} names, full or shared, and full first"
         )
     return () if set(kinds) == {"full"} else tuple(kind == "full" for kind in kinds)
 
