@@ -613,7 +613,7 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
     """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
     tree: Params = {}
     if not s.attends or s.attends[layer]:
-        tree |= _attention_shapes(s, leaf)
+        tree |= _attention_shapes(s, layer, leaf)
     if s.recurrence is not None and s.recurrence.layers[layer]:
         tree |= s.recurrence.leaves(s.hidden_size, leaf)
     if s.layer_embed is not None:
@@ -630,7 +630,7 @@ def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtype
     return tree | _feed_forward_shapes(s, layer, leaf)
 
 
-def _attention_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+def _attention_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of a layer's attention."""
     hidden, kv = s.hidden_size, s.num_kv_heads
     own = s.kv_of(0)

@@ -224,6 +224,7 @@ _PARTS = {
     ),
     "indexers": ("index_q", "index_k", "index_weights"),
     "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
+    "Mamba-2": (),  # by prefix of the name
     "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "xielu", "layer_scalar"),
     "per-layer embeddings": ("layer_embed", "layer_embed_in", "layer_in", "layer_out"),
@@ -261,8 +262,10 @@ def _part_of(name: str) -> str:
     """Part that a leaf of `param_shapes` belongs to. q, k, v and gate, up may be fused or separate."""
     if "norm" in name:
         return "norms"
-    if name.startswith(("expert_", "router", "shared_")):
+    if name.startswith(("expert_", "router", "shared_", "latent_")):
         return "experts"
+    if name.startswith("mamba_"):
+        return "Mamba-2"
     if name.startswith(("altup_", "laurel_")):
         return "AltUp and LAuReL"
     apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
