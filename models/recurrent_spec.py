@@ -39,6 +39,10 @@ class Recurrence:
         """Parameters of one layer. hidden: width of a hidden state."""
         raise NotImplementedError
 
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Inputs and shape of outputs of each leaf that LoRA adapters may change."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class GatedDelta(Recurrence):
@@ -91,6 +95,14 @@ class GatedDelta(Recurrence):
             "delta_o": leaf(hidden, self.inner_size),
         }
 
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """All matrices."""
+        return {
+            "delta_qkvz": (hidden, (self.k_heads, 2 + 2 * self.v_per_k, self.head_dim)),
+            "delta_ba": (hidden, (self.k_heads, 2, self.v_per_k)),
+            "delta_o": (self.inner_size, (hidden,)),
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class ShortConv(Recurrence):
@@ -126,3 +138,7 @@ class ShortConv(Recurrence):
             tree |= {"conv_in_bias": leaf(3 * self.width), "conv_kernel_bias": leaf(self.width)}
             tree["conv_out_bias"] = leaf(hidden)
         return tree
+
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Both matrices."""
+        return {"conv_in": (hidden, (3 * self.width,)), "conv_out": (self.width, (hidden,))}

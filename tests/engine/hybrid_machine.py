@@ -1,8 +1,10 @@
-"""The state machine of `engine_machine` for a model with recurrent layers, also with verify steps."""
+"""The state machine of `engine_machine` for models with recurrent layers: alone, and with each other feature."""
 
 from jpaged.engine.step_plan import RecurrentSizes
+from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
 from tests.engine.speculating_machine import SpeculatingMachine
+from tests.engine.weights_machine import WeightsMachine
 
 
 class HybridMachine(EngineMachine):
@@ -30,3 +32,11 @@ class SpeculatingHybridMachine(HybridMachine, SpeculatingMachine):
     def teardown(self) -> None:
         super().teardown()
         assert not self.engine.scheduler.manager.states._reserved, "a slot that no step will free"
+
+
+class AdapterHybridMachine(HybridMachine, AdapterMachine):
+    """Requests of several adapters. A state that another adapter has computed is an error of the fake device."""
+
+
+class WeightsHybridMachine(HybridMachine, WeightsMachine):
+    """New weights while requests run. A state of other weights than its row's KV is an error of the fake device."""

@@ -220,7 +220,7 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types=.* is not supported"),
         ("llama4", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of a Llama 4 must be llama3"),
         ("qwen3-next", {"attention_bias": True}, "attention_bias=True is not supported"),
-        ("qwen3-next", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* is not supported"),
+        ("qwen3-next", {"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not supported"),
         ("qwen3-next", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ("qwen3.5", {"linear_value_head_dim": 32}, "linear_value_head_dim=32 is not supported"),
@@ -233,7 +233,7 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs=1 must be a list of layer numbers"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be a whole number from 2"),
         ("lfm2", {"attention_bias": True}, "attention_bias=True is not supported"),
-        ("lfm2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* is not supported"),
+        ("lfm2", {"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not supported"),
         ("lfm2-moe", {"layer_types": ...}, "layer_types=.* for each of 3 layers"),
     ],
 )

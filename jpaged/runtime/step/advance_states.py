@@ -5,9 +5,9 @@ Owns: the way from accepted drafts to states, and snapshots at block boundaries 
 Never: reads a hidden state, or a token.
 
 The forward pass of a verify step reads states, and does not write them: any of its drafts may be rejected. It leaves
-the inputs of its tokens in `DeviceState.state_inputs`. A token of gated DeltaNet has under 1% of the bytes of a state. From
-them, this program computes the state after the last kept token, by the operations of a decode. A row that reaches a
-block boundary has a snapshot slot in the plan. Its state at the boundary is computed there first.
+the inputs of its tokens in `DeviceState.state_inputs`. A token of gated DeltaNet has under 1% of the bytes of a state.
+From them, this program computes the state after the last kept token, by the operations of a decode. A row that reaches
+a block boundary has a snapshot slot in the plan. Its state at the boundary is computed there first.
 """
 
 import dataclasses
