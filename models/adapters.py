@@ -4,7 +4,8 @@ An adapter adds scale * B (A x) to the result of a matmul W x, with A [rank, in]
 Every matrix has a pool of adapters on the device, with a fixed number of slots. A token names its slot, so one program
 serves any mix of adapters.
 
-A fused matrix has several parts, each with its own A: qkv has q, k and v, and gate_up has gate and up.
+A fused matrix has several parts, each with its own A: qkv has q, k and v, and gate_up has gate and up. In gated
+DeltaNet, delta_qkvz has qkv and z, and delta_ba has b and a.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ class AdapterTarget:
     leaf: str                   # name in `spec.param_shapes`
     layers: tuple[int, ...]     # layers that have it, in order; (0,) if it belongs to no layer
     inputs: int
-    # axes of the outputs, of one expert: [kv_heads, q_per_kv + 2, head_dim], [2, inter] or [out]
+    # axes of the outputs, of one expert: [kv_heads, heads per KV head, head_dim], [2, inter], [out], or those of
+    # `GatedDelta.leaves`
     out_shape: tuple[int, ...]
     experts: int = 1            # matrices per layer
 
@@ -50,7 +52,7 @@ class AdapterTarget:
 
     @property
     def pattern(self) -> Pattern:
-        return pattern(self.out_shape)
+        return pattern(self.leaf, self.out_shape)
 
     def index(self, layer: int) -> int:
         """Index of a layer in the arrays of the pool."""
@@ -88,9 +90,14 @@ class Adapter:
         return sum(matrix.num_bytes for matrix in self.matrices.values())
 
 
-def pattern(out_shape: tuple[int, ...]) -> Pattern:
-    """The parts of a matrix's outputs, in order: 3 for fused qkv, 2 for fused gate and up, else 1."""
+def pattern(leaf: str, out_shape: tuple[int, ...]) -> Pattern:
+    """The parts of a leaf's outputs, in order: 3 for fused qkv, 2 for gate and up and in gated DeltaNet, else 1."""
     match out_shape:
+        case (_, heads, head_dim) if leaf == "delta_qkvz":  # q, k and half of the rest; then the gates
+            gates = (heads // 2 - 1) * head_dim
+            return (0, heads * head_dim - gates), (1, gates)
+        case (_, 2, width) if leaf == "delta_ba":
+            return (0, width), (1, width)
         case (_, heads, head_dim):
             return (0, (heads - 2) * head_dim), (1, head_dim), (2, head_dim)
         case (2, width):
@@ -100,7 +107,8 @@ def pattern(out_shape: tuple[int, ...]) -> Pattern:
 
 
 def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) -> tuple[AdapterTarget, ...]:
-    """The matrices of a model that adapters may change: attention, feed-forward networks, experts, embedding, lm_head.
+    """The matrices of a model that adapters may change: of attention, of recurrent layers, of feed-forward networks and
+    experts, the embedding, the lm_head.
 
     The projections of latent attention are not among them: they are read in several ways. Neither are projections of
     layers with unlike numbers of heads.
@@ -114,13 +122,18 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
             found.append(AdapterTarget(leaf, layers, inputs, out_shape, experts))
 
     heads, kv_heads = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+    attends = tuple(layer for layer in every if not spec.attends or spec.attends[layer])
     if spec.latent is None and not spec.heads_by_layer:
         if layout.split_qkv:
             for name, outputs in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                add(name, every, hidden, outputs)
+                add(name, attends, hidden, outputs)
         else:
-            add("qkv", every, hidden, spec.num_kv_heads, spec.q_per_kv + 2, head_dim)
-        add("o", every, heads, hidden)
+            add("qkv", attends, hidden, spec.num_kv_heads, spec.qkv_heads, head_dim)
+        add("o", attends, heads, hidden)
+    if spec.recurrence is not None:
+        layers = tuple(layer for layer in every if spec.recurrent[layer])
+        for leaf, (inputs, outputs) in spec.recurrence.matrices(hidden).items():
+            add(leaf, layers, inputs, *outputs)
     sparse = tuple(layer for layer in every if spec.is_sparse(layer))
     dense = tuple(layer for layer in every if layer not in sparse)
     inter = spec.intermediate_size
@@ -218,7 +231,7 @@ def with_adapters(
     if adapters is None or leaf not in adapters.pools:
         return out
     pool = adapters.pools[leaf]
-    return _add(pool, x, out, adapters.slots, adapters.layer[leaf], num_rows)
+    return _add(leaf, pool, x, out, adapters.slots, adapters.layer[leaf], num_rows)
 
 
 def product_with_adapters(
@@ -227,7 +240,7 @@ def product_with_adapters(
 ) -> Float[Array, "rows out"]:  # fmt: skip
     """The matmul of x with the array of `leaf`, plus each row's adapter. num_rows, dtype: as in `dot`."""
     pool, layer = adapters.pools[leaf], adapters.layer[leaf]
-    options = {"layer": layer, "pattern": pattern(pool.b.shape[3:]), "dtype": dtype}
+    options = {"layer": layer, "pattern": pattern(leaf, pool.b.shape[3:]), "dtype": dtype}
     return lora_dot(x, weight, *pool.operands(), adapters.slots, num_rows, **options)
 
 
@@ -244,7 +257,7 @@ def with_expert_adapters(
     used = jnp.arange(x.shape[1]) < rows_of_block[:, None]
     slots = jnp.where(used & (slots >= 0), slots * num_experts + expert_of_block[:, None], NO_ADAPTER)
     flat = x.reshape(-1, x.shape[2]), out.reshape(-1, out.shape[2])
-    return _add(pool, *flat, slots.reshape(-1), adapters.layer[leaf], None).reshape(out.shape)
+    return _add(leaf, pool, *flat, slots.reshape(-1), adapters.layer[leaf], None).reshape(out.shape)
 
 
 def with_embedding_adapters(
@@ -263,12 +276,13 @@ def with_lm_head_adapters(
     num_rows: Int[Array, ""] | None,
 ) -> Float[Array, "rows vocab"]:  # fmt: skip
     """float32 logits plus each row's adapter."""
-    return _add(pool, x, logits, slots, jnp.int32(0), num_rows)
+    return _add(LM_HEAD, pool, x, logits, slots, jnp.int32(0), num_rows)
 
 
 def _add(
-    pool: AdapterPool, x: Float[Array, "rows in"], out: Float[Array, "rows out"], slots: Int[Array, " rows"],
-    layer: Int[Array, ""], num_rows: Int[Array, ""] | None,
+    leaf: str, pool: AdapterPool, x: Float[Array, "rows in"], out: Float[Array, "rows out"],
+    slots: Int[Array, " rows"], layer: Int[Array, ""], num_rows: Int[Array, ""] | None,
 ) -> Float[Array, "rows out"]:  # fmt: skip
     count = jnp.int32(x.shape[0]) if num_rows is None else num_rows
-    return grouped_lora(x, out, *pool.operands(), slots, count, layer=layer, pattern=pattern(pool.b.shape[3:]))
+    parts = pattern(leaf, pool.b.shape[3:])
+    return grouped_lora(x, out, *pool.operands(), slots, count, layer=layer, pattern=parts)

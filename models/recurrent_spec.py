@@ -40,6 +40,10 @@ class Recurrence:
         """Parameters of one layer. hidden: width of a hidden state."""
         raise NotImplementedError
 
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Inputs and shape of outputs of each leaf that LoRA adapters may change."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class GatedDelta(Recurrence):
@@ -92,6 +96,14 @@ class GatedDelta(Recurrence):
             "delta_o": leaf(hidden, self.inner_size),
         }
 
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """All matrices."""
+        return {
+            "delta_qkvz": (hidden, (self.k_heads, 2 + 2 * self.v_per_k, self.head_dim)),
+            "delta_ba": (hidden, (self.k_heads, 2, self.v_per_k)),
+            "delta_o": (self.inner_size, (hidden,)),
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class ShortConv(Recurrence):
@@ -128,6 +140,9 @@ class ShortConv(Recurrence):
             tree["conv_out_bias"] = leaf(hidden)
         return tree
 
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Both matrices."""
+        return {"conv_in": (hidden, (3 * self.width,)), "conv_out": (self.width, (hidden,))}
 
 class GateNorm(enum.Enum):
     """RMS norm over each group of a Mamba-2 layer's output y, before its gate z or after it."""

@@ -39,7 +39,6 @@ def _spec(config: CheckpointConfig, types: list[str], **sizes: Any) -> DecoderSp
     """All but the feed-forward networks. types: kinds of the layers. sizes: defaults of the model type."""
     for name, harmless in {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}.items():
         config.refuse(name, harmless)
-    config.refuse("quantization_config")
     config = config.with_defaults(
         num_attention_heads=32, num_key_value_heads=8, vocab_size=65536, max_position_embeddings=128_000, norm_eps=1e-5,
         num_hidden_layers=32, **sizes,

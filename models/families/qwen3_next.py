@@ -56,7 +56,6 @@ def _spec(config: CheckpointConfig) -> DecoderSpec:
         config.refuse(name, False)
     config.refuse("hidden_act", "silu")  # a DeltaNet has it too, after its convolution
     config.refuse("attn_output_gate", True)
-    config.refuse("quantization_config")
     rope = config.get("rope_parameters", default={})
     if isinstance(rope, Mapping):  # text has the same position in each section of images
         rope = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}

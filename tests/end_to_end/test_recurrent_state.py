@@ -15,9 +15,10 @@ from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
-from jpaged.loading import load_model
+from jpaged.loading import LoadedModel, load_model
+from jpaged.loading.updates import EngineWeights, prepare
 from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2, ShortConv
-from jpaged.models.spec import Activation, Norm, QKNorm, param_shapes
+from jpaged.models.spec import Activation, Norm, QKNorm, WeightLayout, param_shapes
 from jpaged.runtime.state import Field
 from jpaged.speculation_config import SpeculationConfig
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
@@ -340,10 +341,37 @@ def test_states_of_wrong_tokens_are_seen(drafting, kept, monkeypatch):
     assert [bits(done[name]) for name in plain] != [bits(output) for output in plain.values()]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_state_of_old_weights_is_found(drafting, recompute):
+    """New weights while requests run, with drafts in flight. Later requests have the bits of a cold engine."""
+    requests = [(prompt_of(length, seed=length), greedy(30)) for length in (16, 33, 40)]
+    plain = run(make_engine(drafting), requests)
+    engine = drafting_engine(drafting, sequences_of(plain.values()))
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    for _ in range(4):
+        engine.step()
+    engine.flush()
+    engine.update_weights(weights_of(drafting, seed=1), recompute=recompute)
+    drain(engine, after_step=poison_states)
+    found = [run(engine, requests, after_step=poison_states) for _ in range(2)]
+    assert [[output.num_cached_tokens for output in each.values()] for each in found] == [[0, 0, 0], [8, 32, 32]]
+    cold = [bits(output) for output in run(make_engine(drafting, caching=False), requests).values()]
+    assert [[bits(output) for output in each.values()] for each in found] == [cold, cold]
+    assert cold != [bits(output) for output in plain.values()]
+    engine.update_weights(weights_of(drafting, seed=0))
+
+
+def weights_of(runner, seed):
+    """Leaves of random weights, for `update_weights`."""
+    loaded = LoadedModel(HYBRID, {}, WeightLayout(), np.dtype(np.float32), {}, {}, None, "live arrays")
+    target = EngineWeights.of(loaded, EngineConfig(model="tiny"), runner.weight_slots, runner.first_device)
+    return prepare(random_tree(param_shapes(HYBRID, jnp.float32), seed), target)()
+
+
 def test_options_that_do_not_work_with_state_are_refused_by_name(tmp_path):
     write_checkpoint(BY_NAME["qwen3.5"], 0, tmp_path)
-    for name, value in {"tensor_parallel_size": 2, "deterministic": True, "enable_lora": True,
-                        "kv_handover": True}.items():  # fmt: skip
+    for name, value in {"tensor_parallel_size": 2, "deterministic": True, "kv_handover": True}.items():  # fmt: skip
         with pytest.raises(ModelLoadError, match=f"{name}=.*recurrent layers"):
             LLM(str(tmp_path), dtype="float32", **{name: value})
 

@@ -1,4 +1,4 @@
-"""The state machine of `engine_machine` for a model with recurrent layers, also with verify steps."""
+"""The state machine of `engine_machine` for models with recurrent layers: alone, and with each other feature."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,10 @@ import pytest
 from hypothesis.stateful import rule
 
 from jpaged.engine.step_plan import RecurrentSizes
+from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
 from tests.engine.speculating_machine import SpeculatingMachine
+from tests.engine.weights_machine import WeightsMachine
 
 
 class HybridMachine(EngineMachine):
@@ -56,3 +58,11 @@ class SpeculatingHybridMachine(HybridMachine, SpeculatingMachine):
     def teardown(self) -> None:
         super().teardown()
         assert not self.engine.scheduler.manager.states._reserved, "a slot that no step will free"
+
+
+class AdapterHybridMachine(HybridMachine, AdapterMachine):
+    """Requests of several adapters. A state that another adapter has computed is an error of the fake device."""
+
+
+class WeightsHybridMachine(HybridMachine, WeightsMachine):
+    """New weights while requests run. A state of other weights than its row's KV is an error of the fake device."""

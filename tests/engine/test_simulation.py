@@ -6,7 +6,12 @@ from hypothesis import settings
 
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
-from tests.engine.hybrid_machine import HybridMachine, SpeculatingHybridMachine
+from tests.engine.hybrid_machine import (
+    AdapterHybridMachine,
+    HybridMachine,
+    SpeculatingHybridMachine,
+    WeightsHybridMachine,
+)
 from tests.engine.speculating_machine import SpeculatingMachine
 from tests.engine.weights_machine import WeightsMachine
 
@@ -59,6 +64,28 @@ class TestSpeculatingHybrid(SpeculatingHybridMachine.TestCase):
     """With recurrent layers and verify steps. The gate runs TestSpeculatingHybridLonger too."""
 
     settings = settings(max_examples=3, stateful_step_count=30)
+
+
+class TestAdapterHybrid(AdapterHybridMachine.TestCase):
+    """With recurrent layers and LoRA adapters. The gate runs TestAdapterHybridLonger too."""
+
+    settings = settings(max_examples=2, stateful_step_count=25)
+
+
+@pytest.mark.slow
+class TestAdapterHybridLonger(AdapterHybridMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40)
+
+
+class TestWeightsHybrid(WeightsHybridMachine.TestCase):
+    """With recurrent layers and updates of the weights. The gate runs TestWeightsHybridLonger too."""
+
+    settings = settings(max_examples=2, stateful_step_count=25)
+
+
+@pytest.mark.slow
+class TestWeightsHybridLonger(WeightsHybridMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.slow

@@ -71,6 +71,9 @@ VARIANTS = (
     _variant("mixtral-down", "mixtral", [], target_parameters=_EXPERTS[1:], rank_pattern={"experts.down_proj": 3}),
     _variant("mixtral-experts", "mixtral", ["w1", "w2", "w3", "k_proj"], per_expert=True),
     _variant("gpt-oss", "gpt-oss", ["o_proj"], target_parameters=_EXPERTS),
+    _variant("qwen3.5", "qwen3.5", "all-linear"),
+    _variant("qwen3-next", "qwen3-next", [*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]),
+    _variant("lfm2", "lfm2", "all-linear"),
     _variant("qwen2-moe", "qwen2-moe", [*_ATTENTION, "gate_proj", "up_proj", "down_proj"], target_parameters=_EXPERTS),
 )  # fmt: skip
 BY_NAME = {variant.name: variant for variant in VARIANTS}

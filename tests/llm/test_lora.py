@@ -111,6 +111,42 @@ def test_prefixes_are_shared_within_an_adapter_only(served):
     assert [cached(name) for name in ("llama", None, "llama-qv")] == [32, 32, 32]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "speculates"), [("qwen3.5", True), ("qwen3-next", False), ("lfm2", False)], ids=lambda value: str(value)
+)
+def test_recurrent_layers_have_adapters_and_snapshots_belong_to_one(name, speculates, tmp_path):
+    """A prefix is found with the adapter that computed it. The answer has the same bits then, also with drafts."""
+    records, folders = written(tmp_path, (name,))
+    values = records[name].values
+    prompt, longer = values["prompt"], (values["prompt"][::-1] * 3)[:41]
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=2, ignore_eos=True)
+    adapter = LoRARequest(name, 1, folders[name])
+    with sampling_programs(SamplerVariant.FULL):
+        plain = LLM(str(tmp_path / "model"), **OPTIONS)
+    with plain:
+        found = plain.generate([prompt] * 2, params, use_tqdm=False, lora_request=[adapter, None])
+        check_recorded(of(found[0]), values)
+        assert of(found[1])[0] == values["base_tokens"]
+
+        def ask(llm, request):
+            (output,) = llm.generate([longer], params, use_tqdm=False, lora_request=request)
+            return of(output), output.num_cached_tokens
+
+        (cold, none), (base, still_none) = ask(plain, adapter), ask(plain, None)
+        assert none == still_none == 0
+        assert cold[0] != base[0]
+        assert [ask(plain, adapter), ask(plain, None)] == [(cold, 32), (base, 32)]
+    if speculates:
+        drafter = KnownAnswers([[*longer, *answer[0]] for answer in (cold, base)], vocab_size=320)
+        options = {"speculative_config": {"method": "custom", "function": drafter}, **OPTIONS}
+        with always_drafting(), LLM(str(tmp_path / "model"), **options) as llm:
+            llm.wait_until_ready()
+            for cached in (0, 32):
+                assert [ask(llm, adapter), ask(llm, None)] == [(cold, cached), (base, cached)]
+            assert llm.stats().speculation.accepted_tokens > 0
+
+
 def test_a_reload_serves_the_new_adapter_and_none_of_the_old_blocks(served, tmp_path):
     prompt, folder = list(range(60, 100)), tmp_path / "changing"
     shutil.copytree(served.folders["llama"], folder)

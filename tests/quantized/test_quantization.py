@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
 from jpaged.loading.model import quantizer_of
+from jpaged.models import decoder
 from jpaged.models.quantization import quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
@@ -22,9 +24,10 @@ from jpaged.runtime.memory.plan import tree_bytes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.targets import TARGETS
 from pallas_kernels import QuantizedWeight
-from tests.golden.checkpoints import VARIANTS, write_checkpoint
+from tests.golden.checkpoints import BY_NAME, VARIANTS, write_checkpoint
 from tests.support.tiny_engine import FULL, sampling_programs
 
+SLOW = pytest.mark.slow
 SMALL = {"max_model_len": 256, "max_num_seqs": 32, "max_num_batched_tokens": 64, "row_buckets": (8, 32)}
 SMALL |= {"token_buckets": (64,), "enable_prefix_caching": False}
 PROMPTS = [f"def f{i}(x):\n    return {i} +" * (1 + i % 3) for i in range(32)]
@@ -71,6 +74,38 @@ def test_leaves_keep_their_meaning():
             if isinstance(after, QuantizedWeight):
                 a, b = (np.asarray(x, np.float32) for x in (before, after.dequantize()))
                 assert np.sqrt(((a - b) ** 2).mean() / (a**2).mean()) < limit
+
+
+@pytest.mark.parametrize(
+    ("model", "leaves"),
+    [("qwen3.5", {"delta_qkvz", "delta_o"}), pytest.param("lfm2", {"conv_in", "conv_out"}, marks=SLOW)],
+)
+def test_recurrent_layers(model, leaves, tmp_path):
+    """Their matrices are quantised, and multiplied as the numbers that they stand for."""
+    write_checkpoint(BY_NAME[model], 0, tmp_path)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", quantization="int8", quantized_activations="float")
+    loaded = load_model(config)
+    quantized = {
+        name for layer in loaded.params["layers"] for name, leaf in layer.items() if isinstance(leaf, QuantizedWeight)
+    }
+    assert leaves <= quantized
+    assert not quantized & {"delta_ba", "delta_conv", "conv_kernel"}
+    rounded = jax.tree.map(
+        lambda leaf: leaf.dequantize() if isinstance(leaf, QuantizedWeight) else leaf, loaded.params,
+        is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight),
+    )  # fmt: skip
+    exact = load_model(EngineConfig(model=str(tmp_path), dtype="float32")).params
+    found, wanted, unrounded = (hidden_states(loaded.spec, params) for params in (loaded.params, rounded, exact))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert np.abs(found - unrounded).max() > 1e-3
+
+
+def hidden_states(spec, params):
+    ids = jnp.arange(24, dtype=jnp.int32) * 7 % spec.vocab_size
+    kept, batch = (None,) * spec.num_layers, ids[None]
+    return np.asarray(decoder.decode(
+        spec, params, ids, jnp.arange(24), kept, batch, decoder.dense_causal_attend
+    )[0])  # fmt: skip
 
 
 @pytest.mark.slow

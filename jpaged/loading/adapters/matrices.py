@@ -84,7 +84,7 @@ def in_layout(
     found = dict(matrices)
     if layout.split_qkv and "qkv" in found:
         qkv = found.pop("qkv")
-        b = qkv.b.reshape(*qkv.b.shape[:3], spec.num_kv_heads, spec.q_per_kv + 2, spec.head_dim)
+        b = qkv.b.reshape(*qkv.b.shape[:3], spec.num_kv_heads, spec.qkv_heads, spec.head_dim)
         found |= _split(qkv, {"q": b[..., :-2, :], "k": b[..., -2, :], "v": b[..., -1, :]})
     if layout.split_gate_up and "gate_up" in found:
         both = found.pop("gate_up")

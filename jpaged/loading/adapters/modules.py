@@ -22,8 +22,15 @@ _EXPERTS = re.compile(r"(.+\.experts)\.(?:\{expert\}\..+|gate_up_proj|down_proj)
 _FUSED = {"expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}  # the parameter's name in Transformers
 # Index of A for each part of a leaf. A whole fused leaf has the same A for all its parts.
 _PARTS = {
-    Part.Q: (0,), Part.K: (1,), Part.V: (2,), Part.QKV: (0, 1, 2), Part.GATE: (0,), Part.UP: (1,),
+    Part.Q: (0,), Part.GATED_Q: (0,), Part.K: (1,), Part.V: (2,), Part.QKV: (0, 1, 2), Part.GATE: (0,), Part.UP: (1,),
     Part.INTERLEAVED: (0, 1), Part.WHOLE: (0,),
+}  # fmt: skip
+# The same of leaves whose parts have other meanings.
+_PARTS_OF_LEAF = {
+    "delta_qkvz": {
+        Part.QKV: (0, 1), Part.DELTA_Q: (0,), Part.DELTA_K: (0,), Part.DELTA_V: (0,), Part.DELTA_Z: (1,),
+    },
+    "delta_ba": {Part.QKV: (0, 1), Part.DELTA_Q: (0,), Part.DELTA_K: (1,)},
 }  # fmt: skip
 
 
@@ -50,7 +57,8 @@ class Module:
     @property
     def parts(self) -> tuple[int, ...]:
         """Parts of the leaf that share the module's A."""
-        return tuple(dict.fromkeys(index for part in self.rule.parts for index in _PARTS[part]))
+        indices = _PARTS_OF_LEAF.get(self.target.leaf, _PARTS)
+        return tuple(dict.fromkeys(index for part in self.rule.parts for index in indices[part]))
 
 
 class Modules:

@@ -397,7 +397,7 @@ def refuse_with_state(spec: DecoderSpec, config: EngineConfig) -> None:
 # Options that split, hand over or take back tokens or arrays of a layer's state, which is not built
 NOT_WITH_STATE = (
     "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
-    "enable_lora", "prefill_engines", "kv_handover",
+    "prefill_engines", "kv_handover",
 )  # fmt: skip
 
 
