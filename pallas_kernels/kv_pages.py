@@ -111,7 +111,7 @@ class KVPages:
         shapes = cls.shapes(num_blocks, block_size, num_kv_heads, head_dim, dtype, v_dim=v_dim, sharding=device)
         if fp8_scales is not None and shapes.data.dtype != FP8:
             raise ValueError(f"fp8_scales: only pages of float8_e4m3fn have scales, not {shapes.data.dtype}")
-        pages = jax.tree.map(_zeros, shapes)
+        pages = jax.tree.map(zeros_of, shapes)
         if shapes.data.dtype == FP8:
             scales = np.ones((2, num_kv_heads), np.float32) if fp8_scales is None else fp8_scales
             if np.shape(scales) != (2, num_kv_heads):
@@ -325,7 +325,7 @@ def _lanes(size: int) -> int:
     return -(-size // 128) * 128
 
 
-def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
+def zeros_of(shape: jax.ShapeDtypeStruct) -> Array:
     """An array of zeros, with the sharding and layout of `shape`."""
     if shape.sharding is None or shape.format.layout is None:
         return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import flax.struct
@@ -18,6 +18,7 @@ from jpaged.params.sampling import COLUMNS, MAX_LOGIT_BIAS, NUMBERS
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.placement import Placement
 from pallas_kernels import KVPages
+from pallas_kernels.kv_pages import page_format, zeros_of
 
 if TYPE_CHECKING:
     Leaf = jax.Array
@@ -144,7 +145,7 @@ def state_shapes(
         blocks=array(np.int32, rows, len(kv_groups.windows) * sizes.width),
         hidden=array(dtype, sizes.tokens if sizes.samples else 0, spec.hidden_size),
         output_rows=array(np.int32, 2, sizes.program_rows),
-        recurrent=_recurrent_shapes(spec, sizes, dtype, array),
+        recurrent=_recurrent_shapes(spec, sizes, dtype, sharding),
         state_inputs=_input_shapes(spec, sizes, dtype, array),
         sampling=SamplingState(
             counts=array(np.int32, rows, vocab),
@@ -157,14 +158,20 @@ def state_shapes(
 
 
 def _recurrent_shapes(
-    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, array: Callable[..., Any]
+    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, sharding: Any
 ) -> tuple[tuple[Any, ...], ...]:
-    """`DeviceState.recurrent`: one slot for each row of the request table and for each snapshot."""
+    """`DeviceState.recurrent`: one slot for each row of the request table and for each snapshot.
+
+    Arrays are row-major, as pages are: for a v5e, XLA would copy states with heads of 64 in every step.
+    """
     if spec.recurrence is None:
         return ()
-    slots = sizes.rows + sizes.snapshots
-    of_layer = tuple(array(each.dtype, slots, *each.shape) for each in spec.recurrence.state_shapes(dtype))
-    return (of_layer,) * sum(spec.recurrent)
+    of_layer = []
+    for each in spec.recurrence.state_shapes(dtype):
+        shape = (sizes.rows + sizes.snapshots, *each.shape)
+        form = None if sharding is None else page_format(sharding, len(shape))
+        of_layer.append(jax.ShapeDtypeStruct(shape, each.dtype, sharding=form))
+    return (tuple(of_layer),) * sum(spec.recurrent)
 
 
 def _input_shapes(
@@ -187,8 +194,10 @@ def create_state(
         spec, kv_groups, sizes.block_size, sizes.num_blocks, placement.of_pages(latent=spec.latent is not None)
     )
     rest = state_shapes(spec, kv_groups, sizes, dtype=dtype).with_pages(())
-    rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), rest)
-    return rest.with_pages(pages)
+    recurrent = _recurrent_shapes(spec, sizes, dtype, placement.sharding)
+    rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), rest.replace(recurrent=()))
+    recurrent = jax.tree.map(zeros_of, recurrent)
+    return rest.with_pages(pages).replace(recurrent=recurrent)
 
 
 def bytes_without_pages(state: DeviceState) -> int:

@@ -18,13 +18,14 @@ from jpaged.models.families.early.gpt2 import GPT2
 from jpaged.models.families.early.gpt_neox import GPT_NEOX
 from jpaged.models.families.early.opt import OPT
 from jpaged.models.families.exaone import EXAONE4
-from jpaged.models.families.falcon_h1 import FALCON_H1
 from jpaged.models.families.gemma import GEMMA, GEMMA2
 from jpaged.models.families.gemma3 import GEMMA3
 from jpaged.models.families.gemma3n import GEMMA3N
 from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
+from jpaged.models.families.hybrids.falcon_h1 import FALCON_H1
+from jpaged.models.families.hybrids.nemotron_h import NEMOTRON_H
 from jpaged.models.families.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.ministral import MINISTRAL3
@@ -41,7 +42,6 @@ from jpaged.models.families.mixtures.mistral4 import MISTRAL4
 from jpaged.models.families.mixtures.olmoe import OLMOE
 from jpaged.models.families.mixtures.phimoe import PHIMOE
 from jpaged.models.families.modernbert import MODERNBERT
-from jpaged.models.families.nemotron_h import NEMOTRON_H
 from jpaged.models.families.olmo2 import OLMO2
 from jpaged.models.families.olmo3 import OLMO3
 from jpaged.models.families.phi3 import PHI3

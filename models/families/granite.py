@@ -7,9 +7,10 @@ attention in most layers of some.
 import dataclasses
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.families import llama, mamba
+from jpaged.models.families import llama
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.hybrids import mamba
 from jpaged.models.spec import DecoderSpec, Experts
 
 _LAYER = "model.layers.{layer}."

@@ -11,6 +11,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import group_layers
+from jpaged.models.recurrent_spec import Mamba2
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import MAX_LOGIT_BIAS
 from jpaged.runtime.compile.blueprint import Blueprint
@@ -32,6 +33,19 @@ FLOAT32 = jnp.dtype("float32")
 def plan(config=CONFIG, platform="cpu", **kwargs):
     limits = memory.decide_limits(SPEC, config, platform)
     return memory.fit(SPEC, config, limits, dtype=FLOAT32, weight_bytes=1000, platform=platform, **kwargs)
+
+
+def test_states_are_padded_on_a_tpu():
+    """A head's state is [32, 64] numbers: a TPU keeps rows of 128. The convolution has 512 channels."""
+    mamba = Mamba2((True, False, True, False), heads=4, head_dim=64, groups=4, state_dim=32, conv_width=4)
+    spec = dataclasses.replace(SPEC, recurrence=mamba)
+    inputs, heads = 3 * 512 * 4, 4 * 32 * 4
+    for platform, width in (("cpu", 64), ("gpu", 64), ("tpu", 128)):
+        assert memory.slot_bytes(spec, FLOAT32, platform) == 2 * (inputs + heads * width)
+        limits = memory.decide_limits(spec, CONFIG, platform)
+        of_tables = memory.table_bytes(spec, limits, FLOAT32, platform)
+        attention = memory.table_bytes(dataclasses.replace(spec, recurrence=None), limits, FLOAT32, platform)
+        assert of_tables == attention + limits.max_num_seqs * 2 * (inputs + heads * width)
 
 
 def test_on_cpu_the_pool_is_twice_the_need_of_all_rows_and_at_most_a_gibibyte():
@@ -90,7 +104,7 @@ def test_the_pool_of_an_accelerator_is_the_free_memory():
     for share in (0, -0.5, 1.5, math.nan, math.inf):
         with pytest.raises(ModelLoadError, match=f"gpu_memory_utilization={share}: must be above 0"):
             memory.decide_limits(SPEC, dataclasses.replace(CONFIG, gpu_memory_utilization=share), "cpu")
-    table = memory.table_bytes(SPEC, memory.decide_limits(SPEC, CONFIG, "gpu"), FLOAT32)
+    table = memory.table_bytes(SPEC, memory.decide_limits(SPEC, CONFIG, "gpu"), FLOAT32, "gpu")
     # counts of 1,000 ids, their mask in 32 words, 1,024 ids with their biases
     sampling = 4 * (1000 + 32 + 2 * MAX_LOGIT_BIAS)
     assert table == 256 * (4 * (NUM_FIELDS + 4096 // 16 + 2) + sampling) + 2048 * SPEC.hidden_size * 4

@@ -455,16 +455,24 @@ def pool_bytes(config: EngineConfig, limits: Limits, bytes_per_block: int, free_
     return min(CPU_POOL_BYTES, 2 * limits.max_num_seqs * limits.blocks_per_request * bytes_per_block)
 
 
-def table_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype) -> int:
+def table_bytes(spec: DecoderSpec, limits: Limits, dtype: np.dtype, platform: str) -> int:
     """Bytes of the device state without the pages: request table, block tables, hidden states of a step, extras."""
-    return bytes_without_pages(state_shapes(spec, limits.kv_groups, limits.state_sizes(1), dtype=dtype))
+    numbers = bytes_without_pages(state_shapes(spec, limits.kv_groups, limits.state_sizes(1), dtype=dtype))
+    padding = slot_bytes(spec, dtype, platform) - slot_bytes(spec, dtype, "cpu")
+    return numbers + (limits.max_num_seqs + limits.num_snapshots) * padding
 
 
-def slot_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:
-    """Bytes of the state of all recurrent layers, of one row or snapshot. 0: the model has no such layers."""
+def slot_bytes(spec: DecoderSpec, dtype: np.dtype, platform: str) -> int:
+    """Bytes of the state of all recurrent layers, of one row or snapshot. 0: the model has no such layers.
+
+    TPUs pad the last axis of an array to a multiple of 128: heads of 64 take the memory of heads of 128.
+    """
     if spec.recurrence is None:
         return 0
-    return sum(spec.recurrent) * tree_bytes(spec.recurrence.state_shapes(dtype))
+    shapes = spec.recurrence.state_shapes(dtype)
+    if platform == "tpu":
+        shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], -(-x.shape[-1] // 128) * 128), x.dtype) for x in shapes]
+    return sum(spec.recurrent) * tree_bytes(shapes)
 
 
 def input_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:
@@ -498,14 +506,14 @@ def fit(
     kv_format = kv_format or KVFormat(dtype)
     if spec.encoder is not None:
         # a pool has at least one block; without page arrays it takes no memory, and no request holds it
-        return MemoryPlan(limits, 1, 0, weight_bytes, temp_bytes, table_bytes(spec, limits, dtype))
+        return MemoryPlan(limits, 1, 0, weight_bytes, temp_bytes, table_bytes(spec, limits, dtype, platform))
     of_model = block_bytes(spec, limits, kv_format, platform)
     per_block = of_model + drafter.block
     page = kv_format.page_shapes(spec, limits.block_size)
 
     def pool_of(limits: Limits) -> int:
         """Bytes of the pool, at most what kernels can address. Block tables of longer requests make it smaller."""
-        tables = table_bytes(spec, limits, dtype) + drafter.fixed + adapter_bytes
+        tables = table_bytes(spec, limits, dtype, platform) + drafter.fixed + adapter_bytes
         left = None if free_bytes is None else max(0, free_bytes - temp_bytes - tables)
         size = pool_bytes(config, limits, per_block, left)
         usable = page.addressable(size // per_block)
@@ -515,7 +523,7 @@ def fit(
         shorter = dataclasses.replace(limits, max_model_len=length)
         return shorter.blocks_per_request * per_block <= pool_of(shorter)
 
-    of_slot = slot_bytes(spec, dtype)
+    of_slot = slot_bytes(spec, dtype, platform)
     if of_slot and config.enable_prefix_caching:
         spare = max(0, pool_of(limits) - limits.blocks_per_request * per_block)
         snapshots = min(SNAPSHOTS_PER_ROW * limits.max_num_seqs, spare // SNAPSHOT_SHARE // of_slot)
@@ -546,7 +554,7 @@ def fit(
         logger.warning("%s: max_model_len is now %d", shortage, longest)
         limits = dataclasses.replace(limits, max_model_len=longest)
         num_blocks = pool_of(limits) // per_block
-    tables = table_bytes(spec, limits, dtype)
+    tables = table_bytes(spec, limits, dtype, platform)
     return MemoryPlan(
         limits, num_blocks, of_model, weight_bytes, temp_bytes, tables, drafter, adapter_bytes, of_slot,
         input_bytes(spec, dtype),

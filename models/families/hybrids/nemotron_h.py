@@ -8,9 +8,10 @@ import dataclasses
 import re
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.families import llama, mamba
+from jpaged.models.families import llama
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.hybrids import mamba
 from jpaged.models.spec import Activation, DecoderSpec, Experts, Scoring
 
 _LAYER = "backbone.layers.{layer}."

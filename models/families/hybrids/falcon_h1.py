@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.families import llama, mamba
+from jpaged.models.families import llama
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.hybrids import mamba
 from jpaged.models.recurrent_spec import GateNorm
 from jpaged.models.spec import DecoderSpec
 
