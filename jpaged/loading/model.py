@@ -329,6 +329,11 @@ def _from_live(
         check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
     spec = for_runner(spec, config.runner)
+    if spec.layer_kv:
+        raise ModelLoadError(
+            "live arrays of a model whose layers have unlike keys and values (Gemma 3n, Gemma 4) are not read yet: "
+            "save a checkpoint and pass its path"
+        )
     if not is_engine_tree(params):
         if spec.attention_gate:
             raise ModelLoadError(_NO_SPLIT_GATES)

@@ -169,6 +169,8 @@ def _plan(path: Path, values: Mapping[str, Any], checkpoint: Checkpoint, method:
         reason = "the matrices of an encoder"
     elif spec.recurrence is not None:
         reason = "a model with recurrent layers"
+    elif spec.layer_kv:
+        reason = "layers with unlike keys and values"
     elif any(tensor.rule.transposed for leaf in plan.leaves if _is_quantized(leaf) for tensor in leaf.leaf.tensors):
         reason = "matrices that are stored [in, out]"
     kinds = values.get("architectures") or [values.get("model_type")]

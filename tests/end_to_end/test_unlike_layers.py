@@ -9,15 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import SamplingParams
+from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVPlace, group_layers
+from jpaged.loading import load_model
 from jpaged.models.spec import param_shapes
+from jpaged.quantizing.checkpoint import quantize_checkpoint
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.memory.plan import NOT_WITH_UNLIKE_LAYERS, block_bytes, decide_limits
 from jpaged.runtime.step.batch import KVGroupRows, rows_by_part
 from pallas_kernels import KVPages
+from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.tiny_engine import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -112,3 +115,37 @@ def test_a_layer_has_no_leaves_that_it_does_not_use():
     assert {"q", "k", "k_norm"} <= layers[1].keys()
     assert not {"qkv", "v"} & layers[1].keys()
     assert not {"qkv", "k", "v", "k_norm"} & layers[4].keys()
+
+
+def test_live_arrays_are_refused():
+    params = param_shapes(UNLIKE, jnp.float32)
+    with pytest.raises(ModelLoadError, match="live arrays of a model whose layers have unlike keys and values"):
+        load_model(EngineConfig(model=""), params=params, model_config=UNLIKE)
+
+
+@pytest.mark.slow
+def test_quantised_weights_and_updates(tmp_path):
+    """Weights in 8 bits, also of layers with separate q and k. Then weights of another seed, from a folder."""
+    variant, answers = BY_NAME["gemma4-moe"], []
+    for seed in (3, 4):
+        write_checkpoint(variant, seed, tmp_path / str(seed))
+    prompt, params = {"prompt_token_ids": list(range(3, 60))}, greedy(8)
+    options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    for folder in ("3", "4"):
+        with LLM(str(tmp_path / folder), dtype="float32", max_model_len=128, **options) as llm:
+            output = llm.generate(prompt, params)[0].outputs[0]
+            answers.append(output.token_ids)
+            if folder == "3":
+                first = output.logprobs[0]
+                llm.update_weights(str(tmp_path / "4"))
+                updated = llm.generate(prompt, params)[0].outputs[0].token_ids
+                with pytest.raises(ModelLoadError, match="whose layers have unlike keys and values is not read yet"):
+                    llm.update_weights({"embed": jnp.zeros((2, 2)), "layers": ()})
+    assert answers[0] != answers[1] == updated
+    with LLM(str(tmp_path / "3"), dtype="float32", quantization="int8", max_model_len=128, **options) as llm:
+        rounded = llm.generate(prompt, params)[0].outputs[0]
+    token = answers[0][0]
+    assert rounded.token_ids[0] == token
+    assert abs(rounded.logprobs[0][token].logprob - first[token].logprob) < 0.3
+    with pytest.raises(ModelLoadError, match="cannot be quantised yet: Gemma4ForCausalLM is not supported"):
+        quantize_checkpoint(str(tmp_path / "3"), tmp_path / "quantised", scheme="w8a8", method="rtn")

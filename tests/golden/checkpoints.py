@@ -573,7 +573,7 @@ VARIANTS = (
          layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
          num_kv_shared_layers=2, intermediate_size=[96, 64, 96, 128, 96], laurel_rank=8, altup_num_inputs=4,
          altup_active_idx=0, altup_correct_scale=True, activation_sparsity_pattern=[0.5, 0.0, 0.3, 0.0, 0.5],
-         hidden_size_per_layer_input=8, vocab_size_per_layer_input=300, final_logit_softcapping=6.0,
+         hidden_size_per_layer_input=16, vocab_size_per_layer_input=300, final_logit_softcapping=6.0,
          tie_word_embeddings=True, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh", pad_token_id=0,
          rope_theta=50000.0, rope_local_base_freq=200.0),
     _kin("gemma3n-second", "Gemma3nForCausalLM", "gemma3n_text", num_hidden_layers=3, head_dim=24, sliding_window=20,
@@ -586,7 +586,7 @@ VARIANTS = (
                           "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}),
     # two layers with a window in a page of a layer with full attention, then two of the latter in one of the former
     _kin("gemma4", "Gemma4ForCausalLM", "gemma4_text",
-         **_UNLIKE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
+         **_UNLIKE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16,
                       "vocab_size_per_layer_input": 320, "final_logit_softcapping": 6.0},
          rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
                                              "rope_theta": 50000.0},

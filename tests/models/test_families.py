@@ -199,7 +199,7 @@ CHANGES = {
     "gemma3n": [
         {"laurel_rank": 0}, {"activation_sparsity": ()}, {"activation_sparsity": (0.5, 0.3, 0.3, 0.0, 0.5)},
         {"altup": AltUp(4, scales=False)}, {"altup": AltUp(4, active=1)}, {"v_norm": False}, {"layer_embed": None},
-        {"layer_embed": LayerEmbedding(8, 310)}, {"window_rope": None}, {"rope": Rope()}, {"attention_scale": None},
+        {"layer_embed": LayerEmbedding(16, 310)}, {"window_rope": None}, {"rope": Rope()}, {"attention_scale": None},
         {"final_softcap": None}, {"norm": Norm.RMS_OFFSET}, {"sliding_window": ()},
     ],
     "gemma3n-second": [{"altup": AltUp(3, active=1)}, {"altup": AltUp(3, scales=False)}, {"rope": Rope(theta=5000.0)}],
