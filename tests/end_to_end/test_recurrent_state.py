@@ -48,6 +48,7 @@ SHORT_CONV = dataclasses.replace(
     FULL, num_layers=3, qk_norm=QKNorm.HEAD,
     recurrence=ShortConv((True, False, True), width=64, conv_width=3, bias=True),
 )  # fmt: skip
+BOTH = dataclasses.replace(HYBRID, attention_layers=(False, True, True))  # the last layer has KV and a state
 MAMBA = Mamba2((True, False, True), heads=4, head_dim=16, groups=2, state_dim=32, conv_width=4)
 BY_KIND = {
     "mamba": dataclasses.replace(FULL, num_layers=3, recurrence=MAMBA),
@@ -113,6 +114,7 @@ def answer(engine, prompt, params):
         pytest.param(HYBRID, (39, 40, 41), id="around a snapshot"),
         pytest.param(HYBRID, tuple(range(1, 60)), id="all", marks=pytest.mark.slow),
         pytest.param(SHORT_CONV, tuple(range(1, 60)), id="all, short convolution", marks=pytest.mark.slow),
+        pytest.param(BOTH, (39, 40, 41), id="attention in the same layer", marks=pytest.mark.slow),
         *(
             pytest.param(spec, (7, 8, 39, 40, 41, 59), id=f"some, {name}", marks=pytest.mark.slow)
             for name, spec in BY_KIND.items()
