@@ -36,22 +36,23 @@ def test_bits_do_not_depend_on_the_calls(recurrence, dtype, request):
     leaves = {}
     for name, leaf in param_shapes(spec, dtype)["layers"][0].items():
         deviation = leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 0.3
-        leaves[name] = jnp.asarray(rng.standard_normal(leaf.shape) * deviation, leaf.dtype)
-    x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), dtype)
+        leaves[name] = (rng.standard_normal(leaf.shape) * deviation).astype(leaf.dtype)
+    x = rng.standard_normal((TOKENS, HIDDEN)).astype(jnp.dtype(dtype))
 
     @jax.jit
-    def layer(x, state, rows):
-        context = LayerContext(spec, WeightLayout(), leaves, num_rows=rows.query_start_loc[-1])
+    def layer(x, state, position, starts, leaves):
+        rows = StateRows(jnp.zeros(1, jnp.int32), position, starts, x.shape[0])
+        context = LayerContext(spec, WeightLayout(), leaves, num_rows=starts[-1])
         return mix_by_state(recurrence, x, context, state, rows)
 
     def run(lengths):
-        state = tuple(jnp.zeros((1, *array.shape), array.dtype) for array in recurrence.state_shapes(dtype))
+        state = tuple(np.zeros((1, *array.shape), array.dtype) for array in recurrence.state_shapes(dtype))
         outs, start = [], 0
         for length in lengths:
-            starts = jnp.array([0, length], jnp.int32)
-            rows = StateRows(jnp.zeros(1, jnp.int32), jnp.full(1, start, jnp.int32), starts, length)
-            out, state = layer(x[start : start + length], state, rows)
-            outs.append(np.asarray(out.astype(jnp.float32)))
+            starts = np.array([0, length], np.int32)
+            position = np.array([start], np.int32)
+            out, state = layer(x[start : start + length], state, position, starts, leaves)
+            outs.append(np.asarray(out).astype(np.float32))
             start += length
         return np.concatenate(outs), [np.asarray(array) for array in state]
 
