@@ -5,6 +5,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,6 +41,8 @@ def greedy(max_tokens, **more):
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2, **{"temperature": 0} | more)
 
 
+# Slow: the default run compares the layers with Transformers without pages (tests/models), and writes parts of pages
+@pytest.mark.slow
 def test_answers_have_the_same_bits_alone_together_in_chunks_and_from_the_cache():
     """Prompts are longer than the window of 20, than a chunk of 12, and than a block. Forks copy shared pages."""
     runner = make_runner(UNLIKE)
@@ -72,24 +75,29 @@ def test_layers_share_pages():
 
 def test_parts_of_a_page_are_disjoint():
     """Each of two layers writes its own half of every page, and reads it back. Padding is written nowhere."""
-    pages = KVPages(jnp.zeros((3, 2, 2, 8, 32)))
-    slots = np.array([3, 17, -1], np.int32)
-    group = KVGroupRows(jnp.array([[2, 0]]), jnp.asarray(slots), jnp.array([3]), jnp.array([0, 3]))
-    whole = KVGroupRows(jnp.array([[1]]), jnp.asarray(slots), jnp.array([3]), jnp.array([0, 3]))
-    parts, unchanged = rows_by_part((group, whole), (2, 1), block_size=8)
-    assert unchanged is whole
+    slots, tables = np.array([3, 17, -1], np.int32), np.array([[2, 0]], np.int32)
     values = np.arange(2 * 3 * 2 * 16, dtype=np.float32).reshape(2, 3, 2, 16) + 1
-    for part, layer in zip(parts, values, strict=True):
+
+    @jax.jit
+    def write_and_read(data, values, tables, slots):
+        group = KVGroupRows(tables, slots, np.array([3]), np.array([0, 3]))
+        parts, unchanged = rows_by_part((group, group), (2, 1), block_size=8)
+        assert unchanged is group
+        pages = KVPages(data)
+        for part, layer in zip(parts, values, strict=True):
+            view = pages.in_shape(2, 16)
+            pages = view.with_data(view.scatter(layer, -layer, part.slots).data).in_whole()
         view = pages.in_shape(2, 16)
-        pages = view.with_data(view.scatter(jnp.asarray(layer), jnp.asarray(-layer), part.slots).data).in_whole()
-    assert pages.data.shape == (3, 2, 2, 8, 32)
-    assert np.count_nonzero(np.asarray(pages.data[1])) == 0
-    for part, layer in zip(parts, values, strict=True):
-        keys, negative = pages.in_shape(2, 16).gather(part.block_tables, jnp.float32)
+        return pages.data, [view.gather(part.block_tables, jnp.float32) for part in parts]
+
+    data, read = write_and_read(np.zeros((3, 2, 2, 8, 32), np.float32), values, tables, slots)
+    assert data.shape == (3, 2, 2, 8, 32)
+    assert np.count_nonzero(np.asarray(data)[1]) == 0
+    for (keys, negative), layer in zip(jax.tree.map(np.asarray, read), values, strict=True):
         np.testing.assert_array_equal(keys[0, :, [1, 11]], layer[[1, 0]])  # block 2 comes first in the block table
         np.testing.assert_array_equal(negative, -keys)
     with pytest.raises(ValueError, match="cannot be read as pages of 2 heads of 24"):
-        pages.in_shape(2, 24)
+        KVPages(data).in_shape(2, 24)
 
 
 VALUES = {"deterministic": True, "enable_lora": True, "kv_handover": True, "speculative_config": {"method": "ngram"}}

@@ -587,7 +587,8 @@ VARIANTS = (
     # two layers with a window in a page of a layer with full attention, then two of the latter in one of the former
     _kin("gemma4", "Gemma4ForCausalLM", "gemma4_text",
          **_UNLIKE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16,
-                      "vocab_size_per_layer_input": 320, "final_logit_softcapping": 6.0},
+                      "vocab_size_per_layer_input": 320, "final_logit_softcapping": 6.0, "attention_k_eq_v": True,
+                      "num_global_key_value_heads": 2},
          rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
                                              "rope_theta": 50000.0},
                           "sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}),
