@@ -195,6 +195,12 @@ class KVPages:
             scales = blocks_and_parts * heads * _lanes(self.block_size) * self.scales.dtype.itemsize
         return self.data.size // self.head_dim * _lanes(self.head_dim) * self.dtype.itemsize + scales
 
+    def by_token(self) -> "TokenPages":
+        """The same pages with a block for each token. Raises ValueError unless they are latent, with one KV head."""
+        if self.v_dim is None or self.num_kv_heads != 1:
+            raise ValueError(f"pages with {self.num_kv_heads} KV heads, v_dim={self.v_dim}: must be latent, with one")
+        return TokenPages(self.data, None, self.v_dim)
+
     def gather(
         self, blocks: Int[Array, "rows n"], dtype: Any
     ) -> tuple[Float[Array, "rows kv_heads keys head_dim"], Float[Array, "rows kv_heads keys v_dim"]]:
@@ -299,6 +305,33 @@ class KVPages:
         if self.dtype == INT8:
             scales = change(scales, *(other.scales for other in others))
         return dataclasses.replace(self, data=data, scales=scales)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["v_dim"])
+@dataclasses.dataclass(frozen=True)
+class TokenPages(KVPages):
+    """Latent pages, read as if each token were a block: a block number is a slot. Made by `KVPages.by_token`.
+
+    A reshape of the array would be the same, but XLA for CPU copied it for native kernels, to move its axes of size 1.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Tokens in the pool."""
+        return self.data.shape[0] * self.data.shape[3]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block: 1."""
+        return 1
+
+    def gather(
+        self, blocks: Int[Array, "rows n"], dtype: Any
+    ) -> tuple[Float[Array, "rows heads keys head_dim"], Float[Array, "rows heads keys v_dim"]]:
+        """Keys and values of these slots as `dtype`."""
+        size = self.data.shape[3]
+        taken = self.data.at[blocks // size, 0, 0, blocks % size].get(mode="clip").astype(dtype)[:, None]
+        return taken, taken[..., : self.v_dim]
 
 
 def _set_blocks(pool: Array, blocks: Int[Array, " n"], own: Array) -> Array:

@@ -50,7 +50,7 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads v_dim"]
     options[SCALE : CAP + 1] = np.array([call.scale, call.logit_softcap or 0.0], np.float32).view(np.int32)
     options[QUERY_KIND], options[PAGE_KIND] = KINDS[q.dtype], KINDS[pages.dtype]
     options[V_DIM] = pages.v_dim or 0
-    options[PAGE_SHAPE:] = pages.data.shape[:4]
+    options[PAGE_SHAPE:] = pages.num_blocks, pages.data.shape[1], pages.num_kv_heads, pages.block_size
     data = pages.data if pages.whole is None else pages.whole
     nothing = np.zeros(1, np.float32)
     shape = jax.ShapeDtypeStruct((*q.shape[:2], call.v_dim), q.dtype)
@@ -60,6 +60,6 @@ def paged_attention(call: AttentionCall) -> Float[Array, "tokens q_heads v_dim"]
         options, q, call.query_start_loc, call.context_lens, call.block_tables,
         nothing if call.sinks is None else call.sinks.astype(jnp.float32),
         nothing if call.alibi_slopes is None else call.alibi_slopes.astype(jnp.float32),
-        # Two axes, because XLA copies pages of one token, a view of other pages, to move their axes of size 1
+        # Two axes: the sizes of `TokenPages`, and of pages in another shape, differ from those of their array
         data.reshape(-1, data.shape[-1]), nothing if pages.scales is None else pages.scales,
     )  # fmt: skip

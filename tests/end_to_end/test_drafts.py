@@ -190,6 +190,7 @@ def folders(tmp_path_factory):
         ("llama", {"quantization": "int4"}),
         ("llama", {"enable_prefix_caching": True, "swap_space": 0.01}),
         ("deepseek-v3", {}),
+        ("deepseek-v32", {}),
         ("mistral-window", {}),
         ("gemma2", {}),
         ("gpt-oss", {}),

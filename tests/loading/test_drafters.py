@@ -317,9 +317,10 @@ def test_an_mtp_layer_computes_the_formulas(target, tmp_path, kind, shares):
     np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-4)
 
 
-def test_the_mtp_layer_of_deepseek_v3_is_a_layer_of_the_model(tmp_path):
-    """Latent attention and experts. Its tensors are copies of the last layer's, so its leaves are, too."""
-    variant = BY_NAME["deepseek-v3"]
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("deepseek-v32", marks=pytest.mark.slow)])
+def test_the_mtp_layer_of_deepseek_is_a_layer_of_the_model(name, tmp_path):
+    """Latent attention, an indexer, experts. Its tensors are copies of the last layer's, so its leaves are, too."""
+    variant = BY_NAME[name]
     write_checkpoint(variant, 1, tmp_path)
     tensors, count = tensors_of(tmp_path), variant.config["num_hidden_layers"]
     hidden, last = variant.config["hidden_size"], f"model.layers.{count - 1}."

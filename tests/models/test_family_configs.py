@@ -389,8 +389,10 @@ def test_layers_that_share_the_tokens_of_an_indexer() -> None:
         assert [indexer.is_in(layer) for layer in range(count)] == [kind == "full" for kind in reference]
 
 
-def test_layers_that_share_tokens_are_in_one_pipeline_stage() -> None:
+def test_sparse_attention_refuses_tpus_and_layers_that_share_tokens_refuse_stages() -> None:
     spec = spec_of(BY_NAME["glm-moe-dsa-shared"].config)
     with pytest.raises(ModelLoadError, match=r"pipeline_parallel_size=2: .* that the layer before has chosen"):
         decide_limits(spec, EngineConfig(model="", pipeline_parallel_size=2), "cpu")
     decide_limits(spec, EngineConfig(model=""), "cpu")
+    with pytest.raises(ModelLoadError, match="sparse attention, which does not run on TPUs"):
+        decide_limits(spec, EngineConfig(model=""), "tpu")

@@ -106,12 +106,12 @@ def test_kv_of_other_weights_is_refused(pair, checkpoint):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("gemma3", {}), ("deepseek-v3", {}), ("llama", {"kv_cache_dtype": "int8"}),
+        ("gemma3", {}), ("deepseek-v3", {}), ("deepseek-v32", {}), ("llama", {"kv_cache_dtype": "int8"}),
         ("llama", {"tensor_parallel_size": 2}),
     ],
 )  # fmt: skip
 def test_other_kinds_of_kv(name, options, tmp_path):
-    """Windows, latent attention, pages with scales, and KV that is split over devices."""
+    """Windows, latent and sparse attention, pages with scales, and KV that is split over devices."""
     write_checkpoint(next(v for v in VARIANTS if v.name == name), 0, tmp_path)
     prompts, params = requests(8, seed=4)
     with LLM(str(tmp_path), **HANDOVER | options) as one, LLM(str(tmp_path), **HANDOVER | options) as other:

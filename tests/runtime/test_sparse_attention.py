@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.indexer import IndexQueries, best_positions
-from jpaged.runtime.step.sparse_attention import pages_of_tokens, rows_by_token
+from jpaged.runtime.step.sparse_attention import rows_by_token
 from pallas_kernels import KVPages, paged_attention
 
 BLOCK, WIDTH = 8, 32  # tokens of a block, blocks of a block table
@@ -45,7 +45,7 @@ class Case:
 
     def attended(self, implementation: str | None = None) -> np.ndarray:
         out = paged_attention(
-            self.q, pages_of_tokens(self.pages), *self.rows(), scale=0.2, max_query_len=1,
+            self.q, self.pages.by_token(), *self.rows(), scale=0.2, max_query_len=1,
             implementation=implementation,
         )  # fmt: skip
         return np.asarray(out, np.float64)

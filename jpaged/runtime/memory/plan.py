@@ -20,7 +20,7 @@ from jpaged.engine.step_plan import TextShape
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, max_blocks
 from jpaged.models.sharding import local_shape
-from jpaged.models.spec import DecoderSpec, Params
+from jpaged.models.spec import DecoderSpec, Indexer, Params
 from jpaged.runtime import nvidia_devices
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.kv_format import FP8, KVFormat
@@ -298,11 +298,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     """
     refuse_with_state(spec, config)
     refuse_with_unlike_layers(spec, config, platform)
-    if spec.indexer is not None and spec.indexer.layers and config.pipeline_parallel_size > 1:
-        raise ModelLoadError(
-            f"pipeline_parallel_size={config.pipeline_parallel_size}: layers of this model attend to the tokens that "
-            "the layer before has chosen, which is not passed to another stage yet: leave it out"
-        )
+    if spec.indexer is not None:
+        refuse_with_indexer(spec.indexer, config, platform)
     on_cpu = platform == "cpu"
     if spec.encoder is not None:
         return _encoder_limits(spec, config, platform)
@@ -392,6 +389,17 @@ def refuse_with_state(spec: DecoderSpec, config: EngineConfig) -> None:
             raise ModelLoadError(
                 f"{name}={value!r}: does not work with the recurrent layers of this model yet: leave it out"
             )
+
+
+def refuse_with_indexer(indexer: Indexer, config: EngineConfig, platform: str) -> None:
+    """Raise ModelLoadError for devices and options that do not work with sparse attention."""
+    if platform == "tpu":  # XLA would copy all pages, to read single tokens
+        raise ModelLoadError("the model has sparse attention, which does not run on TPUs yet: use a CPU or a GPU")
+    if indexer.layers and config.pipeline_parallel_size > 1:
+        raise ModelLoadError(
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: layers of this model attend to the tokens that "
+            "the layer before has chosen, which is not passed to another stage yet: leave it out"
+        )
 
 
 # Options that split, hand over or take back tokens or arrays of a layer's state, which is not built

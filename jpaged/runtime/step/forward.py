@@ -37,7 +37,7 @@ from jpaged.runtime.step import context
 from jpaged.runtime.step.attention_chunks import rows_by_chunk
 from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch, rows_by_part
 from jpaged.runtime.step.encode import forward_texts
-from jpaged.runtime.step.sparse_attention import pages_of_tokens, rows_by_token
+from jpaged.runtime.step.sparse_attention import rows_by_token
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
 from pallas_kernels import KVPages, finish_qkv, paged_attention, write_kv, write_qkv
 from pallas_kernels.write_kv import matching_write
@@ -91,7 +91,7 @@ class PagedAttend:
             max_query_len = min(max_query_len, options.chunk)
         read = pages
         if projection.index is not None or shared is not None:
-            read, max_query_len = pages_of_tokens(pages), 1
+            read, max_query_len = pages.by_token(), 1
         if projection.index is not None:
             on_cpu = self.implementation in ("cpu", "xla_loop")
             rows = rows_by_token(projection.index, pages, *rows, on_cpu=on_cpu)

@@ -1,8 +1,8 @@
 """Sparse attention over pages: each token becomes a row whose blocks are the tokens that it attends to.
 
-A page holds `block_size` tokens. Seen as `block_size` pages of one token, the same array has a block for each token.
-Then the slots of the chosen tokens are a block table, and no attention kernel knows sparse attention. With at most
-`top_k` keys, a token's row has all of them in order.
+Pages can be read as if each token were a block (`KVPages.by_token`). Then the slots of the chosen tokens are a block
+table, and no implementation of attention knows sparse attention. With at most `top_k` keys, a token's row has all of
+them in order.
 """
 
 import dataclasses
@@ -22,11 +22,6 @@ TOKENS_AT_ONCE, TOKENS_ON_CPU = 64, 16
 KEYS_PER_STEP, KEYS_ON_CPU = 2048, 128
 
 
-def pages_of_tokens(pages: KVPages) -> KVPages:
-    """The same array, without a copy, as pages of one token: block number = slot. For latent pages."""
-    return dataclasses.replace(pages, data=pages.data.reshape(-1, 1, 1, 1, pages.head_dim))
-
-
 def rows_by_token(
     index: IndexQueries,
     pages: KVPages,
@@ -36,7 +31,7 @@ def rows_by_token(
     *,
     on_cpu: bool,
 ) -> tuple[Int[Array, "tokens chosen"], Int[Array, " tokens"], Int[Array, " tokens_plus_1"]]:
-    """Arguments of `paged_attention` over `pages_of_tokens`, with a row for each token.
+    """Arguments of `paged_attention` over `KVPages.by_token`, with a row for each token.
 
     index: the tokens' queries. The last `index.dim` numbers of a token's vector in the pages are its key.
     """
