@@ -342,7 +342,7 @@ def weights_of(runner, seed):
 
 def test_options_that_do_not_work_with_state_are_refused_by_name(tmp_path):
     write_checkpoint(BY_NAME["qwen3.5"], 0, tmp_path)
-    for name, value in {"tensor_parallel_size": 2, "deterministic": True, "kv_handover": True}.items():  # fmt: skip
+    for name, value in {"pipeline_parallel_size": 2, "kv_handover": True}.items():  # fmt: skip
         with pytest.raises(ModelLoadError, match=f"{name}=.*recurrent layers"):
             LLM(str(tmp_path), dtype="float32", **{name: value})
 
