@@ -50,8 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"peers to measure next to jpaged: {', '.join(PEERS)} (default: all; no name: jpaged alone)",
     )  # fmt: skip
     parser.add_argument(
-        "--threads", nargs="+", type=positive, default=[1, 2], help="CPU threads in the suite scaling (default: 1 2)"
-    )
+        "--threads", nargs="+", type=positive, default=[1, 2],
+        help="CPU threads, in scaling and recurrent (default: 1 2)",
+    )  # fmt: skip
     parser.add_argument(
         "--max-others", type=float, default=limits.max_others, help="CPU share of others (default: %(default)s)"
     )
@@ -82,7 +83,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -
         if not (args.peers / "workload.json").is_file():
             parser.error(f"--peers {args.peers}: has no workload.json: make it (benchmarks/peers/README.md)")
         cpus = len(os.sched_getaffinity(0))
-        if args.suite == "scaling" and max(args.threads) > cpus:
+        if args.suite in ("scaling", "recurrent") and max(args.threads) > cpus:
             parser.error(f"--threads {max(args.threads)}: this process may use {cpus} CPUs")
     if not args.results.is_dir():
         parser.error(f"--results {args.results}: is not a folder")

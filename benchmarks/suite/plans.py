@@ -32,7 +32,7 @@ class Choice:
     models: tuple[str, ...] = MODELS
     workloads: tuple[str, ...] | None = None   # None: WORKLOADS
     peers: tuple[str, ...] = PEERS
-    threads: tuple[int, ...] = (1, 2)          # of the suite `scaling`
+    threads: tuple[int, ...] = (1, 2)          # of the suites `scaling` and `recurrent`
 
     def configurations(self, weights: Sequence[str], engines: Sequence[str] | None = None) -> list[Configuration]:
         """Return jpaged and the chosen peers, with the given kinds of weights."""
@@ -66,9 +66,10 @@ def run_cpu(session: Session, choice: Choice) -> None:
 def run_recurrent(session: Session, choice: Choice) -> None:
     """Measure the throughput of W2 on a model with recurrent layers, next to Transformers."""
     for number in range(choice.rounds):
-        for configuration in rotated(choice.configurations(("bf16",), (JPAGED, "transformers")), number):
-            arguments = session.installation.workload("W2")
-            session.measure(configuration, RECURRENT_MODEL, arguments, workload="W2", round=number + 1)
+        for threads in choice.threads:
+            for configuration in rotated(choice.configurations(("bf16",), (JPAGED, "transformers")), number):
+                arguments = (*session.installation.workload("W2"), "--threads", str(threads))
+                session.measure(configuration, RECURRENT_MODEL, arguments, workload="W2", round=number + 1)
 
 
 def not_repeated(records: Sequence[dict[str, Any]]) -> set[str]:

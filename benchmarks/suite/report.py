@@ -138,12 +138,14 @@ def scaling_section(records: Sequence[Record], plot: pathlib.Path) -> str:
 
 def recurrent_section(records: Sequence[Record], _: pathlib.Path) -> str:
     """Throughput with recurrent layers. It has no plot."""
-    rows = []
-    for model, runs in grouped(records, lambda record: record["model"]).items():
-        rows += comparison_rows([model], runs, [RATE, MEMORY])
+    rows, details = [], []
+    groups = grouped(records, lambda record: (record["model"], record["threads"]))
+    for (model, threads), runs in groups.items():
+        rows += comparison_rows([model, str(threads)], runs, [RATE, MEMORY])
+        details.append(f"### {model}, threads: {threads}\n\n{detail_table(runs, [RATE, PROCESS_CPU, MEMORY])}")
     return "\n".join(
-        [heading("Recurrent layers", records), origin(records), RECURRENT_NOTE, comparison_table(["model"], rows),
-         failures(records)]
+        [heading("Recurrent layers", records), origin(records), RECURRENT_NOTE,
+         comparison_table(["model", "threads"], rows), *details, failures(records)]
     )  # fmt: skip
 
 

@@ -120,6 +120,16 @@ def test_document_of_starts(tmp_path):
     assert (tmp_path / "performance_startup.png").exists()
 
 
+def test_document_of_recurrent_layers(tmp_path):
+    records = [
+        record(name, threads=threads, output_tok_s=threads * rate)
+        for threads in (1, 2) for name, rate in (("jpaged bf16", 300.0), ("transformers bf16", 60.0))
+    ]  # fmt: skip
+    write_lines(tmp_path / "recurrent_suite.jsonl", records)
+    row = "| tiny-llama-60m | 2 | output tokens/s | 600.0 (1 run) | transformers bf16: 120.0 (1 run) | 5.00 | ahead |"
+    assert row in document(tmp_path)
+
+
 def test_document_of_steps(tmp_path):
     def steps(name, threads, factor):
         points = [

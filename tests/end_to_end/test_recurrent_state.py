@@ -52,6 +52,7 @@ SHORT_CONV = dataclasses.replace(
     FULL, num_layers=3, qk_norm=QKNorm.HEAD,
     recurrence=ShortConv((True, False, True), width=64, conv_width=3, bias=True),
 )  # fmt: skip
+BOTH = dataclasses.replace(HYBRID, attention_layers=(False, True, True))  # the last layer has KV and a state
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
@@ -102,6 +103,7 @@ def answer(engine, prompt, params):
         pytest.param(HYBRID, (39, 40, 41), id="around a snapshot"),
         pytest.param(HYBRID, tuple(range(1, 60)), id="all", marks=pytest.mark.slow),
         pytest.param(SHORT_CONV, tuple(range(1, 60)), id="all, short convolution", marks=pytest.mark.slow),
+        pytest.param(BOTH, (39, 40, 41), id="attention in the same layer", marks=pytest.mark.slow),
     ],
 )
 def test_cold_equals_warm_at_every_split(runner, spec, splits):

@@ -45,7 +45,7 @@ LATENT = dataclasses.replace(
 MIXED = (96, 96, None, 96, 96, None)
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 # Two recurrent layers, whose slots take far more bytes than the state of all rows
-DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=64, conv_width=4), 256
+DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=128, conv_width=4), 256
 CONV = ShortConv((True, False, True), width=SPEC.hidden_size, conv_width=33)
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
 PREFILL = ForwardShape(False, 64, ROWS, BLOCK_SIZE)
@@ -174,17 +174,13 @@ def test_pages_of_several_kv_groups_are_not_copied(target, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [PREFILL, DECODE, VERIFY, ADVANCE], ids=str)
-@pytest.mark.parametrize(
-    ("target", "recurrence"),
-    [
-        pytest.param("cpu", DELTA, id="gated DeltaNet"), pytest.param("cpu", CONV, id="short convolution"),
-        pytest.param("h200 kernels", DELTA, id="gated DeltaNet, h200", marks=DEVICELESS),
-    ],
-)  # fmt: skip
-def test_recurrent_state_is_not_copied(target, recurrence, shape):
+@pytest.mark.parametrize("recurrence", [DELTA, CONV], ids=["gated DeltaNet", "short convolution"])
+@pytest.mark.parametrize("target", [pytest.param(n, marks=MARKS[n]) for n in IMPLEMENTATIONS if n != "h200"])
+def test_recurrent_state_is_not_copied(target, shape, recurrence):
     """Temporaries are smaller than the slots of one layer, and the slots have the buffers of the arguments."""
     program = compiled(target, shape, recurrence=recurrence)
-    slots = (ROWS + SNAPSHOTS) * recurrence.state_shapes(np.float32)[-1].size * 4
+    array = recurrence.state_shapes(dtype_of(target))[-1]
+    slots = (ROWS + SNAPSHOTS) * array.size * array.dtype.itemsize
     assert large_moves(program.as_text(), slots // 2) == []
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < slots
