@@ -341,6 +341,8 @@ def test_options_that_do_not_work_with_state_are_refused_by_name(tmp_path):
     for name, value in {"pipeline_parallel_size": 2, "kv_handover": True}.items():  # fmt: skip
         with pytest.raises(ModelLoadError, match=f"{name}=.*recurrent layers"):
             LLM(str(tmp_path), dtype="float32", **{name: value})
+    with pytest.raises(ModelLoadError, match="has recurrent layers.*use a draft model with attention"):
+        LLM(str(tmp_path), dtype="float32", speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
 def test_bytes_are_planned(runner):
