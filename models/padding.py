@@ -43,7 +43,7 @@ def padded_shape(name: str, shape: tuple[int, ...], spec: DecoderSpec, shards: S
     if spec.latent is None and name in (*_FUSED, *_OF_QUERIES, *_OF_KEYS):
         heads = head_padding(spec, shards)
         if name in _FUSED:
-            return (heads.kv_heads, heads.q_per_kv + 2, *shape[2:])
+            return (heads.kv_heads, heads.fused(spec), *shape[2:])
         before, after = spec.num_kv_heads, heads.kv_heads
         if name in _OF_QUERIES:
             before, after = spec.num_heads, heads.kv_heads * heads.q_per_kv
@@ -80,10 +80,12 @@ def _sources(name: str, spec: DecoderSpec, heads: HeadPadding) -> list[int | Non
             sources.append(kv_head if exists else None)
         elif name in _OF_QUERIES:
             sources += [kv_head * group + i if exists and i < group else None for i in queries]
-        else:  # a KV head's queries, then its key and its value
-            first = kv_head * (group + 2)
-            sources += [first + i if exists and i < group else None for i in queries]
-            sources += [first + group + i if exists else None for i in range(2)]
+        else:  # a KV head's gates if there are any, its queries, then its key and its value
+            first = kv_head * spec.qkv_heads
+            for _ in range(1 + spec.attention_gate):
+                sources += [first + i if exists and i < group else None for i in queries]
+                first += group
+            sources += [first + i if exists else None for i in range(2)]
     return sources
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.layers import rms_of_groups
@@ -111,7 +112,7 @@ def _output(
     match recurrence:
         case GatedDelta():
             out = _gated_norm(mixed, gate.reshape(mixed.shape), context)
-            return linear("delta_o", out.reshape(out.shape[0], -1), context)
+            return linear_with_bias("delta_o", out.reshape(out.shape[0], -1), context)
         case ShortConv():
             return linear_with_bias("conv_out", gate * mixed, context)
         case Mamba2():
@@ -124,12 +125,17 @@ def _delta_inputs(
 ) -> tuple[Inputs, Float[Array, "tokens ..."]]:
     """`token_inputs` of gated DeltaNet (arXiv:2412.06464)."""
     params, tokens, per_k = context.params, x.shape[0], delta.v_per_k
-    qkvz = linear("delta_qkvz", x, context).reshape(tokens, delta.k_heads, -1, delta.head_dim)
+    qkvz = linear("delta_qkvz", x, context).reshape(tokens, -1, 2 + 2 * per_k, delta.head_dim)  # of this device
     mixed, z = qkvz[:, :, : 2 + per_k], qkvz[:, :, 2 + per_k :]
-    ba = linear("delta_ba", x, context, dtype=jnp.float32).reshape(tokens, delta.k_heads, 2, per_k)
+    ba = linear("delta_ba", x, context, dtype=jnp.float32).reshape(tokens, -1, 2, per_k)
     b, a = ba[:, :, 0].reshape(tokens, -1), ba[:, :, 1].reshape(tokens, -1)
     decay = -jnp.exp(params["delta_a_log"]) * jax.nn.softplus(a + params["delta_dt_bias"])
-    return (mixed.reshape(tokens, -1), decay, jax.nn.sigmoid(b)), z
+    numbers = (decay, jax.nn.sigmoid(b))
+    if context.shards.count > 1:  # `delta_ba` is whole: a device's part would be too small for whole tiles
+        heads = mixed.shape[1] * per_k
+        first = context.shards.first(heads)
+        numbers = (lax.dynamic_slice_in_dim(each, first, heads, axis=1) for each in numbers)
+    return (mixed.reshape(tokens, -1), *numbers), z
 
 
 def _advance_delta(
@@ -139,8 +145,8 @@ def _advance_delta(
     (mixed, decay, beta), (earlier, matrices) = inputs, state
     kernel = params["delta_conv"].reshape(delta.conv_width, -1)
     mixed, earlier = causal_conv(mixed, kernel, None, earlier, activation="silu", **rows.of_kernel())
-    mixed = mixed.reshape(len(mixed), delta.k_heads, -1, delta.head_dim)
-    values = mixed[:, :, 2:].reshape(len(mixed), delta.v_heads, -1)
+    mixed = mixed.reshape(len(mixed), -1, 2 + delta.v_per_k, delta.head_dim)
+    values = mixed[:, :, 2:].reshape(len(mixed), -1, delta.head_dim)
     out, matrices = gated_delta(mixed[:, :, 0], mixed[:, :, 1], values, decay, beta, matrices, **rows.of_kernel())
     return out, (earlier, matrices)
 

@@ -5,12 +5,15 @@ Each kind names its layers, the arrays of its state, and its parameters. `recurr
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
+
+from jpaged.errors import ModelLoadError
 
 MakeLeaf: TypeAlias = Callable[..., jax.ShapeDtypeStruct]  # from a shape, in the model's dtype
 
@@ -35,6 +38,23 @@ class Recurrence:
     def input_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Arrays that one token adds to the state: `recurrent.Inputs` without the axis of tokens."""
         raise NotImplementedError
+
+    def split(self, count: int) -> Self:
+        """One device's part of the layers, if `count` devices share their heads. Raises ModelLoadError if they cannot.
+
+        The base class has no heads to share: every device computes the whole layer.
+        """
+        return self
+
+    @property
+    def state_axes(self) -> tuple[int | None, ...]:
+        """Axis of each array of `state_shapes` that devices share; None: it is whole on every device."""
+        return (None,)
+
+    @property
+    def input_axes(self) -> tuple[int | None, ...]:
+        """The same for `input_shapes`."""
+        return (None,)
 
     def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
         """Parameters of one layer. hidden: width of a hidden state."""
@@ -70,6 +90,25 @@ class GatedDelta(Recurrence):
     def inner_size(self) -> int:
         """Width of all value heads."""
         return self.v_heads * self.head_dim
+
+    def split(self, count: int) -> Self:
+        """A share of the key heads, each with its value heads."""
+        if self.k_heads % count:
+            raise ModelLoadError(
+                f"the recurrent layers have {self.k_heads} key heads, which cannot be split into {count} equal parts: "
+                f"use tensor_parallel_size={math.gcd(self.k_heads, count)} without deterministic"
+            )
+        return dataclasses.replace(self, k_heads=self.k_heads // count, v_heads=self.v_heads // count)
+
+    @property
+    def state_axes(self) -> tuple[int | None, ...]:
+        """Channels, and value heads."""
+        return 1, 0
+
+    @property
+    def input_axes(self) -> tuple[int | None, ...]:
+        """Channels, and value heads."""
+        return 0, 0, 0
 
     def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Last inputs of the convolution over q, k and v, and a float32 matrix for each value head."""
@@ -180,6 +219,16 @@ class Mamba2(Recurrence):
     def channels(self) -> int:
         """Width of x, b and c together."""
         return self.inner_size + 2 * self.groups * self.state_dim
+
+    @property
+    def state_axes(self) -> tuple[int | None, ...]:
+        """Every device has all heads."""
+        return None, None
+
+    @property
+    def input_axes(self) -> tuple[int | None, ...]:
+        """Every device has all heads."""
+        return None, None
 
     def state_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Last inputs of the convolution, and a float32 matrix for each head."""

@@ -60,8 +60,11 @@ AXES: dict[str, tuple[str, ...]] = {
     "expert_down_bias": ("experts", "hidden"),
     "shared_gate_up": ("part", "intermediate", "hidden"),
     "shared_down": ("hidden", "intermediate"),
+    "delta_qkvz": ("state_heads", "part", "head_dim", "hidden"),
+    "delta_conv": ("width", "state_heads", "part", "head_dim"),
+    "delta_o": ("hidden", "state_heads"),
 }
-SPLIT = ("vocab", "heads", "kv_heads", "intermediate", "experts")
+SPLIT = ("vocab", "heads", "kv_heads", "intermediate", "experts", "state_heads")
 _OF_EXPERTS = frozenset({"expert_gate_up", "expert_gate_up_bias", "expert_down", "expert_down_bias"})
 
 
@@ -222,6 +225,10 @@ class HeadPadding:
     kv_heads: int  # after repeats and padding
     q_per_kv: int  # query heads per copy; the last ones may be padding
 
+    def fused(self, spec: DecoderSpec) -> int:
+        """Heads of the fused qkv leaf per copy: see `DecoderSpec.qkv_heads`."""
+        return self.q_per_kv * (1 + spec.attention_gate) + 2
+
 
 def head_padding(spec: DecoderSpec, shards: Shards) -> HeadPadding:
     """The cheapest way to make the number of KV heads a multiple of the divisor: heads of zeros, or repeated heads."""
@@ -229,8 +236,8 @@ def head_padding(spec: DecoderSpec, shards: Shards) -> HeadPadding:
     repeats = divisor // math.gcd(kv, divisor)
     padded = HeadPadding(1, -(-kv // divisor) * divisor, group)
     repeated = HeadPadding(repeats, kv * repeats, -(-group // repeats))
-    best = min(padded, repeated, key=lambda one: one.kv_heads * (one.q_per_kv + 2))
-    while (best.q_per_kv + 2) * spec.head_dim % shards.tile:
+    best = min(padded, repeated, key=lambda one: one.kv_heads * one.fused(spec))
+    while best.fused(spec) * spec.head_dim % shards.tile:
         best = dataclasses.replace(best, q_per_kv=best.q_per_kv + 1)
     return best
 
@@ -264,6 +271,8 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     if spec.latent is not None:
         return dataclasses.replace(spec, num_heads=up(spec.num_heads, latent_heads(spec.latent, shards)), **changed)
     heads = head_padding(spec, shards)
+    if spec.recurrence is not None:
+        spec.recurrence.split(divisor)
     made = dataclasses.replace(
         spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
         attention_scale=spec.scale, **changed,
@@ -306,6 +315,7 @@ def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     return dataclasses.replace(
         spec, num_heads=spec.num_heads // count, num_kv_heads=max(1, spec.num_kv_heads // count),
         intermediate_size=spec.intermediate_size // count, experts=experts,
+        recurrence=None if spec.recurrence is None else spec.recurrence.split(count),
     )  # fmt: skip
 
 
@@ -331,7 +341,7 @@ def splits_inputs(name: str, shards: Shards) -> bool:
     """True if the inputs of the matrix `name` are split, so that its matmul is summed over devices."""
     if name == "expert_down":
         return not shards.expert_parallel
-    return name in ("o", "down", "shared_down")
+    return name in ("o", "down", "shared_down", "delta_o")
 
 
 # -- placing ------------------------------------------------------------------------------------------------------

@@ -307,7 +307,7 @@ class KVPages:
         return dataclasses.replace(self, data=data, scales=scales)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales"], meta_fields=["v_dim"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scales", "whole"], meta_fields=["v_dim"])
 @dataclasses.dataclass(frozen=True)
 class TokenPages(KVPages):
     """Latent pages, read as if each token were a block: a block number is a slot. Made by `KVPages.by_token`.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -145,8 +144,8 @@ def state_shapes(
         blocks=array(np.int32, rows, len(kv_groups.windows) * sizes.width),
         hidden=array(dtype, sizes.tokens if sizes.samples else 0, spec.hidden_size),
         output_rows=array(np.int32, 2, sizes.program_rows),
-        recurrent=_recurrent_shapes(spec, sizes, dtype, sharding),
-        state_inputs=_input_shapes(spec, sizes, dtype, array),
+        recurrent=_recurrent_shapes(spec, sizes, dtype, placement),
+        state_inputs=_input_shapes(spec, sizes, dtype, array(np.int32, sizes.program_rows), placement),
         sampling=SamplingState(
             counts=array(np.int32, rows, vocab),
             masks=array(np.uint32, rows, mask_words(vocab)),
@@ -158,31 +157,45 @@ def state_shapes(
 
 
 def _recurrent_shapes(
-    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, sharding: Any
+    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, placement: Placement | None
 ) -> tuple[tuple[Any, ...], ...]:
     """`DeviceState.recurrent`: one slot for each row of the request table and for each snapshot.
 
     Arrays are row-major, as pages are: for a v5e, XLA would copy states with heads of 64 in every step.
     """
-    if spec.recurrence is None:
+    recurrence = spec.recurrence
+    if recurrence is None:
         return ()
-    of_layer = []
-    for each in spec.recurrence.state_shapes(dtype):
-        shape = (sizes.rows + sizes.snapshots, *each.shape)
-        form = None if sharding is None else page_format(sharding, len(shape))
-        of_layer.append(jax.ShapeDtypeStruct(shape, each.dtype, sharding=form))
-    return (tuple(of_layer),) * sum(spec.recurrent)
+    lead, arrays = (sizes.rows + sizes.snapshots,), recurrence.state_shapes(dtype)
+    of_layer = tuple(
+        _row_major(_of_heads(each, lead, axis, placement))
+        for each, axis in zip(arrays, recurrence.state_axes, strict=True)
+    )
+    return (of_layer,) * sum(spec.recurrent)
+
+
+def _row_major(one: Any) -> Any:
+    """The array with the layout of pages, if it has a place."""
+    form = None if one.sharding is None else page_format(one.sharding, len(one.shape))
+    return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=form)
 
 
 def _input_shapes(
-    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, array: Callable[..., Any]
+    spec: DecoderSpec, sizes: StateSizes, dtype: np.dtype, lengths: Any, placement: Placement | None
 ) -> tuple[Any, ...]:
     """`DeviceState.state_inputs`."""
-    if spec.recurrence is None or not sizes.verify_tokens:
+    recurrence = spec.recurrence
+    if recurrence is None or not sizes.verify_tokens:
         return ()
-    first = (sum(spec.recurrent), sizes.verify_tokens)
-    inputs = (array(each.dtype, *first, *each.shape) for each in spec.recurrence.input_shapes(dtype))
-    return array(np.int32, sizes.program_rows), *inputs
+    lead, arrays = (sum(spec.recurrent), sizes.verify_tokens), recurrence.input_shapes(dtype)
+    inputs = (_of_heads(each, lead, axis, placement) for each, axis in zip(arrays, recurrence.input_axes, strict=True))
+    return lengths, *inputs
+
+
+def _of_heads(one: jax.ShapeDtypeStruct, lead: tuple[int, ...], axis: int | None, placement: Placement | None) -> Any:
+    """An array with `lead` before the axes of `one`. axis: of `one`, which devices share; None: none."""
+    shape = jax.ShapeDtypeStruct((*lead, *one.shape), one.dtype)
+    return shape if placement is None else placement.split(shape, None if axis is None else axis + len(lead))
 
 
 def create_state(
@@ -193,11 +206,8 @@ def create_state(
     pages = (kv_format or KVFormat(dtype)).create_pages(
         spec, kv_groups, sizes.block_size, sizes.num_blocks, placement.of_pages(latent=spec.latent is not None)
     )
-    rest = state_shapes(spec, kv_groups, sizes, dtype=dtype).with_pages(())
-    recurrent = _recurrent_shapes(spec, sizes, dtype, placement.sharding)
-    rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), rest.replace(recurrent=()))
-    recurrent = jax.tree.map(zeros_of, recurrent)
-    return rest.with_pages(pages).replace(recurrent=recurrent)
+    rest = state_shapes(spec, kv_groups, sizes, dtype=dtype, placement=placement).with_pages(())
+    return jax.tree.map(zeros_of, rest).with_pages(pages)
 
 
 def bytes_without_pages(state: DeviceState) -> int:

@@ -73,9 +73,17 @@ BY_KIND = {
 FETCH = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
 
 
+DRAFTS = {"method": "custom", "num_speculative_tokens": 5}
+
+
+def drafting_runner(spec):
+    """A runner with verify programs. Engines on it may have drafts."""
+    return make_runner(spec, speculative_config=SpeculationConfig.from_fields(DRAFTS | {"function": len}))
+
+
 @pytest.fixture(scope="module")
 def runner():
-    runner = make_runner(HYBRID)
+    runner = drafting_runner(HYBRID)
     yield runner
     runner.close()
 
@@ -232,20 +240,6 @@ def test_few_snapshots_are_used_again(runner):
 
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
-DRAFTS = {"method": "custom", "num_speculative_tokens": 5}
-
-
-def drafting_runner(spec):
-    return make_runner(spec, speculative_config=SpeculationConfig.from_fields(DRAFTS | {"function": len}))
-
-
-@pytest.fixture(scope="module")
-def drafting():
-    runner = drafting_runner(HYBRID)
-    yield runner
-    runner.close()
-
-
 def drafting_engine(runner, sequences, **options):
     """An engine that drafts in most steps. It knows the sequences, and is wrong at some places."""
     with always_drafting():
@@ -274,18 +268,18 @@ def check_that_drafts_change_nothing(runner, requests, **options):
     return engine, [(length, output.num_cached_tokens) for length, output in zip(lengths, outputs, strict=True)]
 
 
-def test_drafts_change_no_bit_and_the_next_turn_is_found(drafting):
+def test_drafts_change_no_bit_and_the_next_turn_is_found(runner):
     """Snapshots in the middle of a verify step have the state at the block boundary."""
     lengths = (3, 16, 33, 40)
     requests = [(prompt_of(length, seed=length), greedy(40 - i)) for i, length in enumerate(lengths)]
-    _, found = check_that_drafts_change_nothing(drafting, requests)
+    _, found = check_that_drafts_change_nothing(runner, requests)
     assert [cached for _, cached in found] == [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length, _ in found]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW, SHORT_CONV], ids=["full", "window", "convolutions"])
-def test_drafts_with_samples_preemption_and_the_host_tier(drafting, spec):
-    runner = drafting if spec is HYBRID else drafting_runner(spec)
+def test_drafts_with_samples_preemption_and_the_host_tier(runner, spec):
+    runner = runner if spec is HYBRID else drafting_runner(spec)
     samples = SamplingParams(max_tokens=25, ignore_eos=True, logprobs=2, n=3, temperature=0.9, seed=1)
     requests = [(prompt_of(20), samples)]
     requests += [(prompt_of(length, seed=length), greedy(30)) for length in (7, 16, 25, 33, 40)]
@@ -297,11 +291,11 @@ def test_drafts_with_samples_preemption_and_the_host_tier(drafting, spec):
 
 
 @pytest.mark.slow
-def test_aborts_while_drafts_are_in_flight(drafting):
+def test_aborts_while_drafts_are_in_flight(runner):
     """Requests of other lengths end at each step. The others, and those that find their prefix, have the right bits."""
     requests = [(prompt_of(length, seed=length), greedy(40)) for length in (3, 16, 33, 40)]
-    plain = run(make_engine(drafting), requests)
-    engine = drafting_engine(drafting, sequences_of(plain.values()))
+    plain = run(make_engine(runner), requests)
+    engine = drafting_engine(runner, sequences_of(plain.values()))
     for moment in range(1, 14):
         for number, (prompt, params) in enumerate(requests):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
@@ -316,10 +310,10 @@ def test_aborts_while_drafts_are_in_flight(drafting):
 
 
 @pytest.mark.parametrize("kept", ["all", "none"])
-def test_states_of_wrong_tokens_are_seen(drafting, kept, monkeypatch):
+def test_states_of_wrong_tokens_are_seen(runner, kept, monkeypatch):
     """The state after all tokens of a verify step, rejected drafts included, or before them, gives other answers."""
     requests = [(prompt_of(length, seed=length), greedy(40)) for length in (3, 16, 33, 40)]
-    plain = run(make_engine(drafting), requests)
+    plain = run(make_engine(runner), requests)
 
     def wrong(program):
         def advance(params, states, inputs, table, packed):
@@ -330,9 +324,9 @@ def test_states_of_wrong_tokens_are_seen(drafting, kept, monkeypatch):
 
         return dataclasses.replace(program, run=advance)
 
-    programs = drafting.programs
+    programs = runner.programs
     monkeypatch.setattr(programs, "advances", {size: wrong(program) for size, program in programs.advances.items()})
-    engine = drafting_engine(drafting, sequences_of(plain.values()))
+    engine = drafting_engine(runner, sequences_of(plain.values()))
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     done = {}
@@ -342,24 +336,24 @@ def test_states_of_wrong_tokens_are_seen(drafting, kept, monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_no_state_of_old_weights_is_found(drafting, recompute):
+def test_no_state_of_old_weights_is_found(runner, recompute):
     """New weights while requests run, with drafts in flight. Later requests have the bits of a cold engine."""
     requests = [(prompt_of(length, seed=length), greedy(30)) for length in (16, 33, 40)]
-    plain = run(make_engine(drafting), requests)
-    engine = drafting_engine(drafting, sequences_of(plain.values()))
+    plain = run(make_engine(runner), requests)
+    engine = drafting_engine(runner, sequences_of(plain.values()))
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     for _ in range(4):
         engine.step()
     engine.flush()
-    engine.update_weights(weights_of(drafting, seed=1), recompute=recompute)
+    engine.update_weights(weights_of(runner, seed=1), recompute=recompute)
     drain(engine, after_step=poison_states)
     found = [run(engine, requests, after_step=poison_states) for _ in range(2)]
     assert [[output.num_cached_tokens for output in each.values()] for each in found] == [[0, 0, 0], [8, 32, 32]]
-    cold = [bits(output) for output in run(make_engine(drafting, caching=False), requests).values()]
+    cold = [bits(output) for output in run(make_engine(runner, caching=False), requests).values()]
     assert [[bits(output) for output in each.values()] for each in found] == [cold, cold]
     assert cold != [bits(output) for output in plain.values()]
-    engine.update_weights(weights_of(drafting, seed=0))
+    engine.update_weights(weights_of(runner, seed=0))
 
 
 def weights_of(runner, seed):
@@ -371,16 +365,20 @@ def weights_of(runner, seed):
 
 def test_options_that_do_not_work_with_state_are_refused_by_name(tmp_path):
     write_checkpoint(BY_NAME["qwen3.5"], 0, tmp_path)
-    for name, value in {"tensor_parallel_size": 2, "deterministic": True, "kv_handover": True}.items():  # fmt: skip
+    for name, value in {"pipeline_parallel_size": 2, "kv_handover": True}.items():  # fmt: skip
         with pytest.raises(ModelLoadError, match=f"{name}=.*recurrent layers"):
             LLM(str(tmp_path), dtype="float32", **{name: value})
+    with pytest.raises(ModelLoadError, match=r"has recurrent layers.*use a draft model with attention"):
+        LLM(str(tmp_path), dtype="float32", speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
 def test_bytes_are_planned(runner):
     plan = runner.memory_plan
     a_slot = 2 * (3 * 8 * 16 * 4 + 4 * 16 * 16 * 4)  # two layers: inputs of the convolution, matrices
     assert plan.slot_bytes == a_slot
-    assert plan.state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state.recurrent))
+    assert plan.input_bytes == 2 * (8 * 16 * 4 + 2 * 4 * 4)  # of a token: input of the convolution, decays, betas
+    arrays = (runner.state.recurrent, runner.state.state_inputs[1:])
+    assert plan.state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     assert runner.recurrent_sizes.num_rows == MAX_ROWS
     assert f"{MAX_ROWS} rows and {runner.recurrent_sizes.num_snapshots} snapshots" in str(plan)
     assert len(runner.state.pages) == 1  # of the one layer with attention

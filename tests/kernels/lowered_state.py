@@ -35,6 +35,12 @@ def scan(name, max_query_len, implementation):
     return functools.partial(mamba2, **options), (whole, numbers, each, grouped, grouped, each, states, *_index())
 
 
+def to_targets(name, max_query_len, implementation):
+    """`scan` with another slot for each new state."""
+    call, arguments = scan(name, max_query_len, implementation)
+    return lambda *given: call(*given[:-1], targets=given[-1]), (*arguments, array((ROWS,), "int32"))
+
+
 STATES = {"gated_delta": 5, "mamba2": 6}
 
 

@@ -30,6 +30,8 @@ def test_kernels_lower(platform, name):
     suffix = "_tpu" if platform == "tpu" else ""
     for most, expected in ((FEW, {"state_step"}), (FEW + 1, {"state_step", "state_chunks"})):
         text = lower_for(platform, *lowered.scan(name, most, None))
+        if most == FEW:
+            assert f"state_step{suffix}" in lower_for(platform, *lowered.to_targets(name, most, None))
         assert set(re.findall(rf"state_(?:step|chunks){suffix}\b", text)) == {each + suffix for each in expected}
 
 
@@ -51,6 +53,26 @@ def test_scans_stay_in_place_on_an_h200(name, max_query_len):
     assert copies(program.as_text(), states) == []
     assert memory.alias_size_in_bytes >= 4 * states.size
     assert memory.temp_size_in_bytes < states.size // 100
+
+
+@deviceless(H200)
+def test_states_with_targets_stay_in_place_on_an_h200():
+    call, arguments = lowered.to_targets(DEFAULT, FEW, None)
+    program = compile_for(H200, call, arguments, donate_argnums=5)
+    assert copies(program.as_text(), arguments[5]) == []
+    assert program.memory_analysis().alias_size_in_bytes >= 4 * arguments[5].size
+
+
+@deviceless(V5E)
+def test_states_with_targets_stay_in_place_on_a_v5e():
+    call, arguments = lowered.to_targets(DEFAULT, FEW, None)
+    states = arguments[5]
+    program = compile_for_v5e(
+        call, arguments, lambda x: page(x, V5E) if x is states else on_v5e(x), donate_argnums=5,
+        out_shardings=(V5E.sharding(), page(states, V5E).format),
+    )  # fmt: skip
+    assert copies(program.as_text(), states) == []
+    assert program.memory_analysis().alias_size_in_bytes >= 4 * states.size
 
 
 @deviceless(H200)

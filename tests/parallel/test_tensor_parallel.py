@@ -1,5 +1,6 @@
 """Engines on several devices: the answers of one device, with every feature, and programs without surplus traffic."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,9 @@ from jpaged import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.experts import pairs_of_devices
+from jpaged.models.recurrent_spec import GatedDelta
 from jpaged.models.sharding import Shards
+from jpaged.models.spec import Norm, QKNorm, param_shapes
 from jpaged.runtime.prediction.program_text import Program
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import SampleShape
@@ -19,8 +22,9 @@ from tests.golden.checkpoints import BY_NAME as CHECKPOINTS
 from tests.golden.checkpoints import VARIANTS, write_checkpoint
 from tests.loading.recorded_adapters import recorded
 from tests.parallel.sameness import check_each_request_alone
+from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.random_requests import OPTIONS, answers, workload
-from tests.support.tiny_engine import sampling_programs
+from tests.support.tiny_engine import FULL, random_tree, sampling_programs
 
 CACHED = OPTIONS | {"enable_prefix_caching": True, "max_model_len": 256}
 
@@ -125,7 +129,9 @@ def test_deterministic_bits_do_not_depend_on_the_number_of_devices(checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "experts"),
-    [("deepseek-v3", True), ("deepseek-v32", False), ("olmo2", False)],  # all others: benchmarks/parallel_matrix.py
+    [
+        ("deepseek-v3", True), ("deepseek-v32", False), ("olmo2", False), ("lfm2", False), ("granite4-hybrid", False),
+    ],  # all others: benchmarks/parallel_matrix.py
 )
 def test_families_with_parts_of_their_own(name, experts, tmp_path):
     """Experts, shared experts, latent attention, a norm over all heads: on 2 devices; and equal bits on 8."""
@@ -144,6 +150,52 @@ def test_families_with_parts_of_their_own(name, experts, tmp_path):
     close(found[False, 2], found[False, 1], limit=2e-5)
     if (True, 1) in found:
         assert found[True, 8] == found[True, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.codegen
+def test_recurrent_layers(tmp_path):
+    """Each device has some of the heads of gated DeltaNet and their state. Hits and drafts give the same bits."""
+    folder = write("qwen3.5", tmp_path)
+    requests = [{"prompt_token_ids": [i % 50 + 2 for i in range(length)]} for length in (5, 40, 70)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2)
+    with LLM(folder, **CACHED) as llm:
+        one = answers(llm.generate(requests, params, use_tqdm=False))
+    drafter = Recorded([])
+    drafts = {"method": "custom", "num_speculative_tokens": 5, "function": drafter}
+    for options in ({}, {"speculative_config": drafts}):
+        with always_drafting(), LLM(folder, **CACHED, tensor_parallel_size=2, **options) as llm:
+            llm.wait_until_ready()
+            outputs = [llm.generate(requests, params, use_tqdm=False) for _ in range(2)]
+            assert llm.stats().prefix_hit_tokens > 0
+            assert llm.stats().compiles_after_ready == 0
+            if options:
+                check_drafts(llm.stats().speculation)
+        found = [answers(each) for each in outputs]
+        if not options:
+            two = found[0]
+            drafter.sequences = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs[0]]
+        assert found == [two, two]
+    close(two, one, limit=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.codegen
+def test_deterministic_bits_of_recurrent_layers():
+    """8 key heads, a gate for each query, and repeated KV heads."""
+    recurrence = GatedDelta((True, False, True), k_heads=8, v_heads=16, head_dim=16, conv_width=4)
+    spec = dataclasses.replace(
+        FULL, num_layers=3, norm=Norm.RMS_OFFSET, qk_norm=QKNorm.HEAD, attention_gate=True, recurrence=recurrence
+    )
+    tree = random_tree(param_shapes(spec, jnp.float32))
+    requests = [{"prompt_token_ids": [i % 50 + 2 for i in range(length)]} for length in (5, 40, 70)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
+    found = []
+    for size in (1, 8):
+        options = {"max_model_len": 128, "deterministic": True, "tensor_parallel_size": size}
+        with sampling_programs(SamplerVariant.FULL), LLM(spec, params=tree, **OPTIONS, **options) as llm:
+            found.append(answers(llm.generate(requests, params, use_tqdm=False)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
@@ -255,8 +307,14 @@ def test_the_pairs_of_devices_against_numpy(num_experts, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-patterns", "llama-embeddings", "qwen3", "mixtral-fused", "qwen2-moe", "gpt2"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *((name, count) for count in (2, 4)
+          for name in ("llama-patterns", "llama-embeddings", "qwen3", "mixtral-fused", "qwen2-moe", "gpt2")),
+        ("qwen3.5", 2),
+    ],
+)  # fmt: skip
 def test_adapters_are_split_like_their_matrices(name, count, tmp_path):
     """PEFT's answers on several devices, which repeat or pad heads."""
     record = recorded(name)

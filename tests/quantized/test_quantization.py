@@ -101,11 +101,12 @@ def test_recurrent_layers(model, leaves, tmp_path):
 
 
 def hidden_states(spec, params):
-    ids = jnp.arange(24, dtype=jnp.int32) * 7 % spec.vocab_size
-    kept, batch = (None,) * spec.num_layers, ids[None]
-    return np.asarray(decoder.decode(
-        spec, params, ids, jnp.arange(24), kept, batch, decoder.dense_causal_attend
-    )[0])  # fmt: skip
+    @jax.jit
+    def run(params, ids):
+        attend, kept = decoder.dense_causal_attend, (None,) * spec.num_layers
+        return decoder.decode(spec, params, ids, jnp.arange(24), kept, ids[None], attend)[0]
+
+    return np.asarray(run(params, np.arange(24, dtype=np.int32) * 7 % spec.vocab_size))
 
 
 @pytest.mark.slow

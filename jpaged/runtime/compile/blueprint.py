@@ -390,7 +390,7 @@ class Blueprint:
     @property
     def table_bytes(self) -> int:
         """Bytes of the device state without the pages."""
-        return memory.table_bytes(self.model.spec, self.limits, self.dtype, self.placement.platform)
+        return memory.table_bytes(self.local_spec, self.limits, self.dtype, self.placement.platform)
 
     def with_blocks(self, num_blocks: int) -> "FittedBuild":
         """A build with a pool of `num_blocks` blocks, even if they do not fit into memory."""

@@ -19,7 +19,7 @@ from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.engine.step_plan import TextShape
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, max_blocks
-from jpaged.models.sharding import local_shape
+from jpaged.models.sharding import local_shape, shards_of
 from jpaged.models.spec import DecoderSpec, Indexer, Params
 from jpaged.runtime import nvidia_devices
 from jpaged.runtime.jax_compat import backends_are_started
@@ -340,7 +340,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
     kv_groups = group_layers(
         spec.windows, max_model_len, spec.attends, spec.recurrent, spec.page_parts, spec.kv_sources
     )
-    return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest_bucket(spec, platform))
+    smallest = smallest_bucket(spec, platform, shards_of(config).divisor)
+    return Limits(max_model_len, max_num_seqs, budget, block_size, kv_groups, smallest)
 
 
 def _encoder_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Limits:
@@ -404,8 +405,7 @@ def refuse_with_indexer(indexer: Indexer, config: EngineConfig, platform: str) -
 
 # Options that split, hand over or take back tokens or arrays of a layer's state, which is not built
 NOT_WITH_STATE = (
-    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
-    "prefill_engines", "kv_handover",
+    "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "prefill_engines", "kv_handover",
 )  # fmt: skip
 
 

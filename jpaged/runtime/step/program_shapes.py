@@ -29,9 +29,10 @@ MIN_BUCKET = 8
 MIN_REDUCTION = 4096
 
 
-def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
+def smallest_bucket(spec: DecoderSpec, platform: str, devices: int = 1) -> int:
     """Minimum rows and tokens of a program. On CPU it makes a row's bits the same in every program.
 
+    devices: that share heads of recurrent layers, or parts with `deterministic`.
     It is 8 for real models. Tiny models need more, so that their norms reduce over MIN_REDUCTION elements.
     """
     if platform != "cpu":
@@ -46,6 +47,8 @@ def smallest_bucket(spec: DecoderSpec, platform: str) -> int:
         widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
     if spec.indexer is not None:
         widths.append(spec.indexer.head_dim)
+    if spec.recurrence is not None and spec.recurrence.scans:
+        widths.append(spec.recurrence.inner_size // devices)  # normalised by head
     narrowest = min(widths)
     return max(MIN_BUCKET, 1 << (-(-MIN_REDUCTION // narrowest) - 1).bit_length())
 
