@@ -25,8 +25,9 @@ from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
 from jpaged.models.families.hybrids.falcon_h1 import FALCON_H1
+from jpaged.models.families.hybrids.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.hybrids.nemotron_h import NEMOTRON_H
-from jpaged.models.families.lfm2 import LFM2, LFM2_MOE
+from jpaged.models.families.hybrids.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.ministral import MINISTRAL3
 from jpaged.models.families.mistral import MISTRAL
@@ -47,7 +48,6 @@ from jpaged.models.families.olmo3 import OLMO3
 from jpaged.models.families.phi3 import PHI3
 from jpaged.models.families.qwen2 import QWEN2
 from jpaged.models.families.qwen3 import QWEN3
-from jpaged.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from jpaged.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jpaged.models.families.seed_oss import SEED_OSS
 from jpaged.models.families.smollm3 import SMOLLM3

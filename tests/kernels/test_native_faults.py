@@ -322,7 +322,7 @@ def programs():
 
     def convolve(x, weight, states, rows):
         return conv_cpu.causal_conv(
-            x, weight[:4], weight[4], states, *rows, max_query_len=30, activation="silu"
+            x, weight[:4], weight[4], states, *rows, rows[0], max_query_len=30, activation="silu"
         )
 
     def write(pages, qkv, slots):

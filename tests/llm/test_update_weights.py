@@ -290,8 +290,9 @@ def test_ctrl_c_during_an_update(monkeypatch: pytest.MonkeyPatch, moment: str):
 
     class PressingUpdater:
         def leaves(self, index: int) -> Iterator[int]:
+            yield 1
             press(f"leaf of engine {index}")
-            yield from (1, 1)
+            yield 1
 
         def prepare(self, weights: Any, layout: Any) -> list[Any]:
             return [lambda: self.leaves(0), lambda: self.leaves(1)]

@@ -50,11 +50,17 @@ class Case:
         )  # fmt: skip
         return np.asarray(out, np.float64)
 
+    @functools.cached_property
+    def numbers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """float64 vectors, queries, and the indexer's queries and weights, on the host."""
+        arrays = self.vectors, self.q, self.index.q, self.index.weights
+        return tuple(np.asarray(array).astype(np.float64) for array in arrays)
+
     def chosen(self, row: int, token: int, position: int) -> np.ndarray:
         """Positions that a query attends to, in float64. The best score first; of equal ones the earliest."""
-        keys = np.asarray(self.vectors[row, : position + 1, KV_RANK + ROPE :], np.float64)
-        products = np.maximum(np.asarray(self.index.q[token], np.float64) @ keys.T * INDEX**-0.5, 0)
-        scores = np.asarray(self.index.weights[token], np.float64) @ products
+        vectors, _, queries, weights = self.numbers
+        keys = vectors[row, : position + 1, KV_RANK + ROPE :]
+        scores = weights[token] @ np.maximum(queries[token] @ keys.T * INDEX**-0.5, 0)
         return np.sort(np.argsort(-scores, kind="stable")[: self.top_k])
 
     def wanted(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -64,8 +70,8 @@ class Case:
             for i in range(count):
                 token, position = self.starts[row] + i, length - count + i
                 chosen = self.chosen(row, token, position)
-                vectors = np.asarray(self.vectors[row][chosen], np.float64)
-                scores = np.asarray(self.q[token], np.float64) @ vectors.T * 0.2
+                vectors = self.numbers[0][row, chosen]
+                scores = self.numbers[1][token] @ vectors.T * 0.2
                 weights = np.exp(scores - scores.max(-1, keepdims=True))
                 out = weights / weights.sum(-1, keepdims=True) @ vectors[:, :KV_RANK]
                 found.append((self.tables[row, chosen // BLOCK] * BLOCK + chosen % BLOCK, out))

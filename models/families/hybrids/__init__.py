@@ -1,1 +1,1 @@
-"""Families with attention and recurrent layers: Nemotron-H and Falcon-H1. `mamba` is for Granite 4 as well."""
+"""Families with attention and recurrent layers. `mamba` has what those with Mamba-2 share, Granite 4 too."""
