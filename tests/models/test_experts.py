@@ -1,6 +1,7 @@
 """Experts against plain loops. The bits of a token's result do not depend on the number of tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,14 @@ def test_against_a_loop(num: int, per_token: int, tokens: int, renormalise: bool
     np.testing.assert_allclose(got, one_by_one(experts, matrices, x), rtol=1e-3, atol=1e-3)
 
 
+_blocks = jax.jit(lambda *of: vars(moe.blocks_by_expert(*of)), static_argnums=(1, 2))
+
+
+def blocks_by_expert(choice: Any, num_experts: int, rows: int) -> moe.ExpertBlocks:
+    """In one program."""
+    return moe.ExpertBlocks(**_blocks(choice, num_experts, rows))
+
+
 def test_padding_goes_to_no_expert() -> None:
     """No block is computed for padding, and padding that is NaN changes no other token."""
     experts = Experts(4, 2, INTER, (True,))
@@ -93,13 +102,13 @@ def test_padding_goes_to_no_expert() -> None:
     got, choice = feed(matrices, jnp.asarray(x), jnp.asarray(real))
     np.testing.assert_array_equal((np.asarray(choice) == 4).all(1), ~real)
     np.testing.assert_allclose(np.asarray(got)[real], want, rtol=1e-3, atol=1e-3)
-    no_blocks = moe.blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
+    no_blocks = blocks_by_expert(jnp.full((16, 2), 4), 4, 8)
     assert int(no_blocks.num_blocks_used) == 0
 
 
 @pytest.mark.slow
 def test_all_tokens_use_one_expert() -> None:
-    blocks = moe.blocks_by_expert(jnp.full((40, 1), 2, jnp.int32), 4, 16)
+    blocks = blocks_by_expert(jnp.full((40, 1), 2, jnp.int32), 4, 16)
     assert int(blocks.num_blocks_used) == 3
     np.testing.assert_array_equal(blocks.expert_of_block[:3], 2)
     assert np.unique(blocks.row_of_choice).size == 40
@@ -110,7 +119,7 @@ def test_used_rows_come_first_in_each_block() -> None:
     rng = np.random.default_rng(0)
     choice = rng.permuted(np.tile(np.arange(7), (50, 1)), axis=1)[:, :3]
     choice[::9] = 7  # padding
-    blocks = moe.blocks_by_expert(jnp.asarray(choice, jnp.int32), 7, 8)
+    blocks = blocks_by_expert(jnp.asarray(choice, jnp.int32), 7, 8)
     used = np.asarray(blocks.row_of_choice).ravel()
     used = used[used < blocks.token_of_row.size]
     expected = np.zeros(blocks.token_of_row.size, bool)
