@@ -277,7 +277,10 @@ def test_drafts_change_no_bit_and_the_next_turn_is_found(runner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW, SHORT_CONV], ids=["full", "window", "convolutions"])
+@pytest.mark.parametrize(
+    "spec", [HYBRID, WITH_WINDOW, SHORT_CONV, BY_KIND["mamba"], BY_KIND["side by side"]],
+    ids=["full", "window", "convolutions", "mamba", "side by side"],
+)  # fmt: skip
 def test_drafts_with_samples_preemption_and_the_host_tier(runner, spec):
     runner = runner if spec is HYBRID else drafting_runner(spec)
     samples = SamplingParams(max_tokens=25, ignore_eos=True, logprobs=2, n=3, temperature=0.9, seed=1)
