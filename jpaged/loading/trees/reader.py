@@ -97,8 +97,11 @@ def is_trainer_tree(weights: Any) -> bool:
         return False
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         return True
-    is_nested = any(isinstance(value, Mapping) for value in weights.values())
-    return is_nested or any("/" in name or name.endswith(_OWN_ENDS) for name in weights)
+    if any(isinstance(value, Mapping) for value in weights.values()) or any("/" in name for name in weights):
+        return True
+    if any(name.endswith(".weight") for name in weights):  # Gemma 4 also has a `router.scale`
+        return False
+    return any(name.endswith(_OWN_ENDS) for name in weights)
 
 
 def refuse_layout(layout: WeightLayout | None) -> None:
