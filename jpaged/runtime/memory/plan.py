@@ -487,8 +487,7 @@ def input_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:
     """Bytes of the inputs of all recurrent layers for a token of a verify step. 0: the model has no such layers."""
     if spec.recurrence is None:
         return 0
-    arrays = spec.recurrence.input_shapes(dtype)
-    return sum(spec.recurrent) * sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
+    return sum(spec.recurrent) * tree_bytes(spec.recurrence.input_shapes(dtype))
 
 
 def fit(
