@@ -127,15 +127,22 @@ def drawn(logits, rows):
     return draws.draw_rows(logits, jnp.zeros(len(rows), jnp.int32), jnp.zeros(len(rows)), limits)
 
 
+@jax.jit
+def holds(kept, logits):
+    return kept.holds(logits.less_peak())
+
+
 def kept_by(x, *, temperature=1.0, **sampling):
     """Ids that the sampler keeps in each row of x, whose largest is 0. The same for any number of rows in a search."""
-    found, ones = [], jnp.ones(len(x))
+    found, zeros = [], np.zeros(len(x), np.float32)
+    largest = jax.jit(vocab_search.block_maxima, static_argnums=1)(x, 64)
     logits = draws.Logits(
-        jnp.asarray(x), 0 * ones, ones / temperature, vocab_search.block_maxima(jnp.asarray(x), 64), fixed=False, part=1
+        jnp.asarray(x), jnp.asarray(zeros), jnp.asarray(zeros + np.float32(1 / temperature)), largest, fixed=False,
+        part=1,
     )
     for part in (1, len(x)):
         kept = drawn(logits.replace(part=part), fields(*[sampling] * len(x)))[1]
-        found.append(np.asarray(kept.holds(logits.less_peak())) & np.isfinite(x))
+        found.append(np.asarray(holds(kept, logits)) & np.isfinite(x))
     np.testing.assert_array_equal(*found)
     return found[0]
 

@@ -16,6 +16,24 @@ KV_RANK, ROPE, INDEX, HEADS, INDEX_HEADS = 32, 8, 16, 4, 16
 DIM = KV_RANK + ROPE + INDEX
 
 
+@functools.cache
+def _rows_by_token(on_cpu: bool):
+    return jax.jit(functools.partial(rows_by_token, on_cpu=on_cpu))
+
+
+@jax.jit
+def _filled(vectors, slots):
+    """Pages that hold vectors[i] in slots[i]."""
+    pages = KVPages.create(len(slots) // BLOCK, BLOCK, 1, DIM, vectors.dtype, v_dim=KV_RANK)
+    return pages.scatter(vectors, None, slots)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _attend(q, pages, rows, implementation):
+    """`paged_attention` over single tokens."""
+    return paged_attention(q, pages.by_token(), *rows, scale=0.2, max_query_len=1, implementation=implementation)
+
+
 class Case:
     """Rows of a step, with pages that hold every token of every row."""
 
@@ -24,19 +42,17 @@ class Case:
         self.top_k, self.counts, self.lens = top_k, np.array(counts, np.int32), np.array(lens, np.int32)
         self.tables = rng.permutation(len(counts) * WIDTH).reshape(len(counts), WIDTH).astype(np.int32)
         self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
-        self.vectors = jnp.asarray(rng.standard_normal((len(counts), WIDTH * BLOCK, DIM)), dtype)
-        pages = KVPages.create(len(counts) * WIDTH, BLOCK, 1, DIM, dtype, v_dim=KV_RANK)
+        vectors = rng.standard_normal((len(counts), WIDTH * BLOCK, DIM)).astype(dtype)
         slots = self.tables[:, :, None] * BLOCK + np.arange(BLOCK)
-        self.pages = pages.scatter(self.vectors.reshape(-1, 1, DIM), None, jnp.asarray(slots.reshape(-1)))
-        self.q = jnp.asarray(rng.standard_normal((tokens, HEADS, DIM)), dtype).at[..., KV_RANK + ROPE :].set(0)
-        weights = jnp.asarray(rng.standard_normal((tokens, INDEX_HEADS)), np.float32)
-        self.index = IndexQueries(
-            jnp.asarray(rng.standard_normal((tokens, INDEX_HEADS, INDEX)), dtype), weights, top_k
-        )
+        self.vectors, self.pages = jnp.asarray(vectors), _filled(vectors.reshape(-1, 1, DIM), slots.reshape(-1))
+        q = rng.standard_normal((tokens, HEADS, DIM)).astype(dtype)
+        q[..., KV_RANK + ROPE :] = 0
+        weights = rng.standard_normal((tokens, INDEX_HEADS)).astype(np.float32)
+        queries = rng.standard_normal((tokens, INDEX_HEADS, INDEX)).astype(dtype)
+        self.q, self.index = jnp.asarray(q), IndexQueries(jnp.asarray(queries), jnp.asarray(weights), top_k)
 
     def rows(self, on_cpu: bool = True):
-        call = jax.jit(functools.partial(rows_by_token, on_cpu=on_cpu))
-        return call(self.index, self.pages, *map(jnp.asarray, (self.tables, self.lens, self.starts)))
+        return _rows_by_token(on_cpu)(self.index, self.pages, self.tables, self.lens, self.starts)
 
     def chosen_slots(self, on_cpu: bool = True) -> list[list[int]]:
         """Slots that each token attends to."""
@@ -44,11 +60,7 @@ class Case:
         return [own[:count].tolist() for own, count in zip(slots[: starts[-1]], lens, strict=False)]
 
     def attended(self, implementation: str | None = None) -> np.ndarray:
-        out = paged_attention(
-            self.q, self.pages.by_token(), *self.rows(), scale=0.2, max_query_len=1,
-            implementation=implementation,
-        )  # fmt: skip
-        return np.asarray(out, np.float64)
+        return np.asarray(_attend(self.q, self.pages, self.rows(), implementation), np.float64)
 
     @functools.cached_property
     def numbers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -87,7 +99,7 @@ def test_every_query_attends_to_the_tokens_with_the_best_scores(on_cpu: bool) ->
     case = Case(**RAGGED)
     wanted = case.wanted()
     assert case.chosen_slots(on_cpu) == [own.tolist() for own, _ in wanted]
-    assert (case.rows(on_cpu)[1][len(wanted) :] == 0).all()
+    assert (np.asarray(case.rows(on_cpu)[1])[len(wanted) :] == 0).all()
     out = case.attended()[: len(wanted)]
     assert np.abs(out - np.array([each for _, each in wanted])).max() < 1e-5
 
@@ -125,12 +137,13 @@ def test_with_at_most_top_k_keys_it_is_attention_to_all_keys() -> None:
 
 def test_of_equal_scores_the_earlier_token_is_chosen() -> None:
     """Also with zeros of both signs, and with -inf among the scores of tokens that the query sees."""
-    scores = jnp.array([[0.0, -0.0, 1.0, 0.0, 2.0, 5.0], [-jnp.inf, 1.0, -jnp.inf, -jnp.inf, 9.0, 9.0]])
-    scores = jnp.where(scores == 0, 0.0, scores)  # as `IndexQueries.scores`
-    found = np.asarray(best_positions(scores, jnp.array([4, 3]), 3))
+    scores = np.array([[0, -0.0, 1, 0, 2, 5], [-np.inf, 1, -np.inf, -np.inf, 9, 9]], np.float32)
+    scores = np.where(scores == 0, np.float32(0), scores)  # as `IndexQueries.scores`
+    best = jax.jit(best_positions, static_argnums=2)
+    found = np.asarray(best(scores, np.array([4, 3]), 3))
     assert found[0].tolist() == [0, 2, 4]
     assert found[1].tolist() == [0, 1, 2]
-    short = np.asarray(best_positions(scores, jnp.array([1, 0]), 4))
+    short = np.asarray(best(scores, np.array([1, 0]), 4))
     assert short[0, :2].tolist() == [0, 1]
     assert short[1, 0] == 0
     assert (short[1, 1:] == 6).all()  # no position of a key

@@ -92,18 +92,21 @@ def column_major(leaf):
     return jax.device_put(leaf, Format(Layout(major_to_minor=(1, 0)), leaf.sharding))
 
 
+def in_bfloat16(leaf):
+    return jax.device_put(np.asarray(leaf).astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda leaf: on(leaf, "pinned_host"), lambda leaf: on(leaf, device=1), column_major,
-        lambda leaf: leaf.astype(jnp.bfloat16),
+        lambda leaf: on(leaf, "pinned_host"), lambda leaf: on(leaf, device=1), column_major, in_bfloat16,
     ],
     ids=["memory", "device", "layout", "dtype"],
 )  # fmt: skip
 def test_an_array_that_the_programs_do_not_accept_is_copied(runner, old, new, change):
     tree = with_leaf(new, "embed", change(new["embed"]))
     if tree["embed"].dtype != np.float32:
-        tree = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new)
+        tree = jax.tree.map(in_bfloat16, new)
     result = update(runner, tree)
     copied = len(jax.tree.leaves(tree)) if tree["embed"].dtype != np.float32 else 1
     assert result.num_leaves - result.num_by_reference == copied
