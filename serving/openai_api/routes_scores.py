@@ -63,10 +63,6 @@ class _Texts:
         """Number of characters of all texts."""
         return sum(map(len, (*self.queries, *self.documents)))
 
-    def query(self, index: int) -> str:
-        """Return the query of a document."""
-        return self.queries[0 if len(self.queries) == 1 else index]
-
 
 async def score(request: Request) -> Response:
     """Score pairs of texts."""
@@ -167,11 +163,11 @@ async def _pair_scores(
         # Each text is first tokenised alone, in pieces, so that a too long text is refused early.
         limit = pooled.prompt_limit(server, body)
         made: list[Prompt] = []
+        most = body.max_tokens_per_query
+        queries = [_cut(server, texts.query_name, one, most, limit, cancelled) for one in texts.queries]
         for index, document in enumerate(texts.documents):
-            query, most = texts.query(index), body.max_tokens_per_query
-            query = _cut(server, texts.query_name, query, most, limit, cancelled)
             document = _cut(server, texts.document_name, document, body.max_tokens_per_doc, limit, cancelled)
-            made.append(pair_prompt(tokenizer, pairs, query, document, body.instruction))
+            made.append(pair_prompt(tokenizer, pairs, queries[index % len(queries)], document, body.instruction))
         return made
 
     prompts = salted(await server.tokenising.run(texts.length, tokenise), body.cache_salt)
