@@ -85,4 +85,5 @@ def _check(name: str) -> None:
         for what, right, wrong in (("outputs", expected, found[0]), ("states", states, found[1])):
             error = np.abs(wrong - right).max() / np.abs(right).max()
             if not error <= 1e-5:  # also if it is NaN
-                raise ValueError(f"{what} of float32 differ from float64 by {error:.2g}, with {is_delta=}, {by_channel=}")
+                kind = f"with {is_delta=}, {by_channel=}"
+                raise ValueError(f"{what} of float32 differ from float64 by {error:.2g}, {kind}")

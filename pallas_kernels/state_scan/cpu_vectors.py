@@ -25,8 +25,8 @@ def _step(width: int, *, is_delta: bool) -> Any:
         values = token.vectors(v)
         change = values
         if is_delta:
-            found = token.product(k)
-            change = [code.builder.fsub(value, code.builder.fmul(kept, x)) for value, x in zip(values, found, strict=True)]
+            faded = (code.builder.fmul(kept, found) for found in token.product(k))
+            change = [code.builder.fsub(value, each) for value, each in zip(values, faded, strict=True)]
         token.finish(q, k, v, values, change, lambda row: kept, factor, scale, skip)
 
     return step

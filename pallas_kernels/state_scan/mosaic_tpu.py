@@ -58,7 +58,7 @@ def state_scan(
 
 
 def _most_few(call: ScanCall) -> int:
-    """Most tokens of a row that are computed one after the other."""
+    """Maximum number of tokens of a row that are computed one after the other."""
     return max(FEW, call.max_query_len) if call.by_channel else FEW
 
 

@@ -122,7 +122,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         is_last = name in _LAST_NORMS
         centre = 1.0 if is_last else 2.0
         return np.float32(centre) + np.float32(0.5) * uniform
-    if name.endswith(("mamba.A_log", "mixer.A_log", "self_attn.A_log")):  # a state's decay: from 0.05 to 0.4 times the time step
+    # a state's decay: from 0.05 to 0.4 times the time step
+    if name.endswith(("mamba.A_log", "mixer.A_log", "self_attn.A_log")):
         return np.float32(-2) + uniform
     if name.endswith(("layer_scalar", "per_expert_scale", "correct_output_scale")):
         return np.float32(1) + np.float32(0.25) * uniform
