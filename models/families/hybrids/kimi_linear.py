@@ -16,6 +16,7 @@ from jpaged.models.spec import DecoderSpec
 _LAYER = "model.layers.{layer}."
 _DELTA = _LAYER + "self_attn."
 _MOE = _LAYER + "block_sparse_moe."
+_DELTA_KEYS = {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"}
 _OWN_NAMES = ("router", "router_correction", "expert_gate_up", "expert_down", "shared_gate_up", "shared_down")
 
 RULES = (
@@ -53,6 +54,9 @@ def _kimi_linear(config: CheckpointConfig) -> DecoderSpec:
     config.refuse("hidden_act", "silu")  # also after the convolution
     config.refuse("moe_router_activation_func", "sigmoid")
     config.refuse("moe_layer_freq", 1)
+    config.refuse("mla_use_output_gate", False)  # this and the next line: of later models with Kimi Delta Attention
+    for name in ("attn_res_block_size", "routed_expert_hidden_size"):
+        config.refuse(name)
     config = CheckpointConfig({
         "intermediate_size": 9216, "num_attention_heads": 32, "rms_norm_eps": 1e-5, "q_lora_rank": None,
         "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446, **config.values,
@@ -77,14 +81,20 @@ def _kimi_linear(config: CheckpointConfig) -> DecoderSpec:
 def _delta(config: CheckpointConfig, num_layers: int) -> KimiDelta:
     """The recurrent layers. `linear_attn_config` counts layers from 1."""
     own = config.get("linear_attn_config", default={})
-    if not isinstance(own, Mapping):
-        raise ModelLoadError(f"config.json: linear_attn_config={own!r} must be an object")
+    if not isinstance(own, Mapping) or set(own) - _DELTA_KEYS:
+        raise ModelLoadError(
+            f"config.json: linear_attn_config={own!r} must be an object with no other keys than "
+            f"{', '.join(sorted(_DELTA_KEYS))}: others are not supported"
+        )
     nested = CheckpointConfig({**config.values, **own})
     kda, full = nested.get("kda_layers"), nested.get("full_attn_layers")
     types = config.layer_types()
     if not types and kda is not None and full is not None:
-        if not isinstance(kda, list) or not isinstance(full, list) or set(kda) & set(full):
-            raise ModelLoadError(f"config.json: kda_layers={kda!r}, full_attn_layers={full!r} must be disjoint lists")
+        lists = isinstance(kda, list) and isinstance(full, list)
+        if not lists or not all(type(layer) is int for layer in kda + full) or set(kda) & set(full):
+            raise ModelLoadError(
+                f"config.json: kda_layers={kda!r}, full_attn_layers={full!r} must be lists of different whole numbers"
+            )
         names = dict.fromkeys(full, "full_attention") | dict.fromkeys(kda, "linear_attention")
         types = [names.get(layer, "none") for layer in range(1, num_layers + 1)]
     types = types or ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(num_layers)]
