@@ -22,11 +22,9 @@ def latent_queries_and_keys(
     """Queries of every head, and one vector per token: [latent vector, rotated part, key of the indexer].
 
     Queries are zero where the vector has the indexer's key, and so is the vector itself in a layer that takes its
-    tokens from the layer before. Needs a context with rope angles. The third result is None in a layer without an
+    tokens from the layer before. Without rope angles nothing is rotated. The third result is None in a layer without an
     indexer.
     """
-    assert context.cos is not None
-    assert context.sin is not None
     tokens = x.shape[0]
     source = x
     if latent.q_rank is not None:
@@ -36,8 +34,11 @@ def latent_queries_and_keys(
     q = linear("q_b", source, context).reshape(tokens, heads, -1)
     kv = linear_with_bias("kv_a", x, context)
     key = rms_norm(kv[:, : latent.kv_rank], context.params["kv_a_norm"], _EPS)
-    rotated_q = apply_rope(_halves(latent, q[..., latent.nope_dim :]), context.cos, context.sin)
-    rotated_k = apply_rope(_halves(latent, kv[:, None, latent.kv_rank :]), context.cos, context.sin)
+    rotated_q, rotated_k = q[..., latent.nope_dim :], kv[:, None, latent.kv_rank :]
+    if context.cos is not None and context.sin is not None:
+        rotated_q, rotated_k = (
+            apply_rope(_halves(latent, x), context.cos, context.sin) for x in (rotated_q, rotated_k)
+        )
     absorbed = linear_per_head(
         "kv_b", q[..., : latent.nope_dim], context, part=slice(latent.nope_dim), transposed=True
     )

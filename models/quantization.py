@@ -4,7 +4,8 @@
 that is quantised in the checkpoint. Both choose the platform's layout.
 
 The matrices of `linear`, `take_rows` and `linear_per_expert` are quantised. Vectors, routers, positions, the
-matrices of `linear_per_head`, and `delta_ba`, whose outputs become exponents, keep their dtype.
+matrices of `linear_per_head`, and `delta_ba`, whose outputs become exponents, keep their dtype. So do Kimi Linear's
+small matrices of a recurrent layer.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from pallas_kernels.quantized_dot.weight import (
 EXPERTS = frozenset({"expert_gate_up", "expert_down"})
 LEAVES = EXPERTS | {
     "embed", "lm_head", "qkv", "o", "gate_up", "up", "down", "q_a", "q_b", "kv_a", "project_in", "project_out",
-    "shared_gate_up", "shared_down", "q", "k", "delta_qkvz", "delta_o", "conv_in", "conv_out",
+    "shared_gate_up", "shared_down", "q", "k", "delta_qkvz", "delta_qkv", "delta_o", "conv_in", "conv_out",
 }  # fmt: skip
 # Both have one row per token of the vocabulary. Their errors affect every logit, so they keep 8 bits.
 EIGHT_BITS = frozenset({"embed", "lm_head"})

@@ -1,4 +1,5 @@
-"""Layers with a state of fixed size per request: gated DeltaNet, short convolutions (LFM2), and Mamba-2.
+"""Layers with a state of fixed size per request: gated DeltaNet, with one decay a head or one a channel (Kimi Linear),
+short convolutions (LFM2), and Mamba-2.
 
 A layer's state is a tuple of arrays with one slot per request (`Recurrence.state_shapes`). A step reads and writes the
 slots of its rows, in place.
@@ -9,7 +10,7 @@ slots of its rows, in place.
 
 A step with drafts does not write states (`StateRows.writes`). It returns the inputs of its tokens. When the accepted
 drafts are known, `advance` computes the states from the inputs of the kept tokens. `mamba2` has the three parts of
-Mamba-2.
+Mamba-2, and `kimi_delta` the first and the last of Kimi Linear.
 """
 
 import dataclasses
@@ -21,10 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jpaged.models.kimi_delta import kimi_inputs, kimi_output
 from jpaged.models.layers import rms_of_groups
 from jpaged.models.linear import LayerContext, linear, linear_with_bias
 from jpaged.models.mamba2 import advance_mamba2, mamba2_inputs, mamba2_output
-from jpaged.models.recurrent_spec import GatedDelta, Mamba2, Recurrence, ShortConv
+from jpaged.models.recurrent_spec import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
 from jpaged.models.spec import Params
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.gated_delta import gated_delta
@@ -78,6 +80,8 @@ def token_inputs(
 ) -> tuple[Inputs, Float[Array, "tokens ..."]]:
     """Inputs of the state for each token, and gates of the output."""
     match recurrence:
+        case KimiDelta():
+            return kimi_inputs(recurrence, x, context)
         case GatedDelta():
             return _delta_inputs(recurrence, x, context)
         case ShortConv():
@@ -110,6 +114,8 @@ def _output(
 ) -> Float[Array, "tokens hidden"]:
     """Gate the outputs of `advance`, and multiply them with the output matrix."""
     match recurrence:
+        case KimiDelta():
+            return kimi_output(mixed, gate, context)
         case GatedDelta():
             out = _gated_norm(mixed, gate.reshape(mixed.shape), context)
             return linear_with_bias("delta_o", out.reshape(out.shape[0], -1), context)
@@ -141,7 +147,7 @@ def _delta_inputs(
 def _advance_delta(
     delta: GatedDelta, params: Params, inputs: Inputs, state: State, rows: StateRows
 ) -> tuple[Float[Array, "tokens heads head_dim"], State]:
-    """`advance` of gated DeltaNet, with Qwen3-Next's convolution."""
+    """`advance` of gated DeltaNet and of Kimi Delta Attention, with a convolution over q, k and v."""
     (mixed, decay, beta), (earlier, matrices) = inputs, state
     kernel = params["delta_conv"].reshape(delta.conv_width, -1)
     mixed, earlier = causal_conv(mixed, kernel, None, earlier, activation="silu", **rows.of_kernel())

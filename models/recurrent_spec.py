@@ -145,6 +145,37 @@ class GatedDelta(Recurrence):
 
 
 @dataclasses.dataclass(frozen=True)
+class KimiDelta(GatedDelta):
+    """Kimi Delta Attention (arXiv:2510.26692), in Kimi Linear: gated DeltaNet with a decay for each channel of a key.
+
+    Decays and output gates come from hidden states that are compressed to head_dim numbers. `k_heads` is `v_heads`.
+    """
+
+    def input_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Input of the convolution, decays and beta."""
+        mixed, beta, _ = super().input_shapes(dtype)
+        return mixed, jax.ShapeDtypeStruct((self.v_heads, self.head_dim), np.dtype(np.float32)), beta
+
+    def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
+        """Parameters of one layer."""
+        heads, head_dim = self.v_heads, self.head_dim
+        kept = ("delta_conv", "delta_a_log", "delta_norm", "delta_o")
+        shared = {name: shape for name, shape in super().leaves(hidden, leaf).items() if name in kept}
+        return shared | {
+            "delta_qkv": leaf(heads, 3, head_dim, hidden),
+            "delta_low": leaf(2, head_dim, hidden),  # compresses the input of the decays, and of the gates
+            "delta_forget": leaf(heads, head_dim, head_dim),
+            "delta_gate": leaf(heads, head_dim, head_dim),
+            "delta_beta": leaf(heads, hidden),
+            "delta_dt_bias": jax.ShapeDtypeStruct((heads, head_dim), np.dtype(np.float32)),
+        }
+
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """None: adapters are refused for models with latent attention."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
 class ShortConv(Recurrence):
     """Gated short convolution of LFM2: c * conv(b * x), with b, c and x from the hidden state."""
 

@@ -61,6 +61,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "shared_gate_up": ("part", "intermediate", "hidden"),
     "shared_down": ("hidden", "intermediate"),
     "delta_qkvz": ("state_heads", "part", "head_dim", "hidden"),
+    "delta_qkv": ("state_heads", "part", "head_dim", "hidden"),
+    "delta_forget": ("state_heads", "head_dim", "low"),
+    "delta_gate": ("state_heads", "head_dim", "low"),
     "delta_conv": ("width", "state_heads", "part", "head_dim"),
     "delta_o": ("hidden", "state_heads"),
 }
@@ -268,11 +271,11 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
         shared = up(experts.shared_size, columns)
         experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=shared)
     changed = {"intermediate_size": up(spec.intermediate_size, columns), "experts": experts}
+    if spec.recurrence is not None:
+        spec.recurrence.split(divisor)
     if spec.latent is not None:
         return dataclasses.replace(spec, num_heads=up(spec.num_heads, latent_heads(spec.latent, shards)), **changed)
     heads = head_padding(spec, shards)
-    if spec.recurrence is not None:
-        spec.recurrence.split(divisor)
     made = dataclasses.replace(
         spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
         attention_scale=spec.scale, **changed,

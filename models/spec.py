@@ -6,6 +6,7 @@ Loaders fill this tree, and compiled steps read it. A trainer can pass its own a
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -584,12 +585,9 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
     tree: Params = dict(norms)
     if s.norm is Norm.LAYER:
         tree |= {f"{name}_bias": shape for name, shape in norms.items()}
-    if s.o_bias:
-        tree["o_bias"] = leaf(layers, hidden)
+    tree |= {name: leaf(layers, hidden) for name in ("o_bias", "down_bias") if getattr(s, name)}
     if s.up_bias:
         tree["up_bias"] = leaf(layers, 2, inter) if s.gated else leaf(layers, inter)
-    if s.down_bias:
-        tree["down_bias"] = leaf(layers, hidden)
     if s.layer_scalars:
         tree["layer_scalar"] = leaf(layers, 1)
     if s.activation is Activation.XIELU:
@@ -598,15 +596,16 @@ def _vector_shapes(s: DecoderSpec, leaf: Callable[..., jax.ShapeDtypeStruct]) ->
         tree |= {"altup_scale": leaf(layers, hidden), "altup_router_norm": leaf(layers, hidden)}
     if s.laurel_rank:
         tree["laurel_norm"] = leaf(layers, hidden)
-    if s.latent is not None:
-        tree["kv_a_norm"] = leaf(layers, s.latent.kv_rank)
-        if s.qkv_bias:
-            tree["kv_a_bias"] = leaf(layers, s.latent.key_dim)
-    if s.latent is not None and s.latent.q_rank is not None:
-        tree["q_a_norm"] = leaf(layers, s.latent.q_rank)
-        if s.qkv_bias:
-            tree["q_a_bias"] = leaf(layers, s.latent.q_rank)
+    if s.latent is not None and s.recurrence is None:  # with a recurrence, not all layers have them
+        tree |= _latent_vectors(s, s.latent, functools.partial(leaf, layers))
     return tree
+
+
+def _latent_vectors(s: DecoderSpec, m: Latent, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
+    """Norms and biases of latent attention."""
+    widths = {"kv_a": (m.kv_rank, m.key_dim)} | ({} if m.q_rank is None else {"q_a": (m.q_rank, m.q_rank)})
+    biases = {f"{name}_bias": leaf(bias) for name, (_, bias) in widths.items() if s.qkv_bias}
+    return {f"{name}_norm": leaf(norm) for name, (norm, _) in widths.items()} | biases
 
 
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
@@ -650,6 +649,7 @@ def _attention_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeD
         tree["q_b"] = leaf(s.num_heads, m.nope_dim + m.rope_dim, m.q_rank or hidden)
         if m.q_rank is not None:
             tree["q_a"] = leaf(m.q_rank, hidden)
+        tree |= {} if s.recurrence is None else _latent_vectors(s, m, leaf)
         if m.indexer is not None and m.indexer.is_in(layer):
             tree |= _indexer_shapes(m.indexer, m.q_rank or hidden, hidden, leaf)
     if s.qkv_bias and s.latent is None:

@@ -25,6 +25,7 @@ from jpaged.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE, GRANITE4
 from jpaged.models.families.hybrids.falcon_h1 import FALCON_H1
+from jpaged.models.families.hybrids.kimi_linear import KIMI_LINEAR
 from jpaged.models.families.hybrids.lfm2 import LFM2, LFM2_MOE
 from jpaged.models.families.hybrids.nemotron_h import NEMOTRON_H
 from jpaged.models.families.hybrids.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -61,7 +62,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V32, GLM_MOE_DSA,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
     OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE,
-    NEMOTRON_H, FALCON_H1, GEMMA3N, GEMMA4, GEMMA4_UNIFIED, APERTUS, ARCEE,
+    NEMOTRON_H, FALCON_H1, KIMI_LINEAR, GEMMA3N, GEMMA4, GEMMA4_UNIFIED, APERTUS, ARCEE,
     BERT, ROBERTA, XLM_ROBERTA, MODERNBERT,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -42,6 +42,7 @@ class Part(enum.Enum):
     CONV_K = "conv_k"
     CONV_V = "conv_v"
     ROW = "row"  # a vector, which the tensor has as a matrix of one row
+    PER_HEAD = "per_head"  # a vector, which the tensor has as [1, 1, heads, 1]
 
     def view(self, leaf: np.ndarray) -> np.ndarray:
         match self:
@@ -77,6 +78,8 @@ class Part(enum.Enum):
                 return np.moveaxis(leaf, 0, -1)[:, parts[self], ..., None, :]
             case Part.ROW:
                 return leaf[None]
+            case Part.PER_HEAD:
+                return leaf[None, None, :, None]
 
     @property
     def output_axes(self) -> int:

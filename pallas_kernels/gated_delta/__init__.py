@@ -1,4 +1,7 @@
-"""gated_delta: gated DeltaNet over ragged rows (arXiv:2412.06464; Qwen3-Next, Qwen3.5)."""
+"""gated_delta: gated DeltaNet over ragged rows (arXiv:2412.06464; Qwen3-Next, Qwen3.5).
+
+With a decay for each channel it is Kimi Delta Attention (arXiv:2510.26692; Kimi Linear).
+"""
 
 from typing import Any
 
@@ -18,7 +21,7 @@ def gated_delta(
     q: Float[Array, "tokens k_heads k_dim"],
     k: Float[Array, "tokens k_heads k_dim"],
     v: Float[Array, "tokens v_heads v_dim"],
-    decay: Float[Array, "tokens v_heads"],
+    decay: Float[Array, "tokens v_heads *channels"],
     beta: Float[Array, "tokens v_heads"],
     states: Float[Array, "slots v_heads k_dim v_dim"],
     slots: Int[Array, " rows"],
@@ -41,7 +44,8 @@ def gated_delta(
 
     q, k:          before their norm: both are divided by sqrt(sum of squares + 1e-6). Value head h uses key head
                    h // (v_heads // k_heads).
-    decay:         float32, at most 0: the logarithm of the factor. beta: float32.
+    decay:         float32, at most 0: the logarithm of the factor. [tokens, v_heads, k_dim]: each row of S has its own.
+    beta:          float32.
     states:        float32. slots: int32, the slot of each row's state. No two rows with tokens may share a slot.
     positions:     int32, position in its sequence of each row's first token. At 0 the row's state starts as zeros,
                    whatever the slot holds. Rows without tokens write no state.
@@ -54,7 +58,8 @@ def gated_delta(
                    other, "xla" one token of each row at a time, "cpu" a native kernel for CPU. A row's bits on CPU
                    depend on its own tokens only, not on how they are divided into calls. "triton" are kernels for
                    NVIDIA and "mosaic_tpu" for TPU: rows of up to 32 tokens one after the other, longer rows in chunks
-                   that are counted from position 0. On CPU these run in interpret mode.
+                   that are counted from position 0. With a decay for each channel all rows are computed one token after
+                   the other. On CPU these run in interpret mode.
 
     Sums are float32. out has v's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit, or
     if the implementation refuses the call.

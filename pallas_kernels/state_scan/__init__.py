@@ -35,12 +35,13 @@ def state_scan(
 
     For each token t of a row, in order, and each head h (of q and k: head h // v_per_k), with S [k_dim, v_dim]:
 
-        S = exp(decay[t]) * S
+        S = exp(decay[t]) * S  (each row of S by its own decay if there is one per channel)
         S = S + k[t] (outer) factor[t] * (v[t] - k[t] . S if is_delta else v[t])
         out[t] = scale * q[t] . S + skip * v[t]
 
     is_delta: the delta rule. q and k are divided by sqrt(sum of squares + 1e-6) first.
-    decay:    logarithm, at most 0. skip: None: 0.
+    decay:    logarithm, at most 0: one number for each head, or one for each row of S, [tokens, heads, k_dim].
+    skip:     None: 0.
     slots:    the slot of each row's state. positions: of each row's first token; at 0, S starts as zeros.
 
     Row i has the tokens query_start_loc[i] to query_start_loc[i + 1] - 1. Rows without tokens write no state. Tokens

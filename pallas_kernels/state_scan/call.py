@@ -27,7 +27,7 @@ class ScanCall:
     q: Float[Array, "tokens k_heads k_dim"]
     k: Float[Array, "tokens k_heads k_dim"]
     v: Float[Array, "tokens heads v_dim"]
-    decay: Float[Array, "tokens heads"]   # float32
+    decay: Float[Array, "tokens heads *channels"]  # float32
     factor: Float[Array, "tokens heads"]  # float32
     skip: Float[Array, " heads"] | None   # float32
     states: Float[Array, "slots heads k_dim v_dim"]  # float32
@@ -43,6 +43,11 @@ class ScanCall:
     def v_per_k(self) -> int:
         """Heads of v for each head of q and k."""
         return self.v.shape[1] // self.k.shape[1]
+
+    @property
+    def by_channel(self) -> bool:
+        """True if each row of a state has a decay of its own."""
+        return self.decay.ndim == 3
 
 
 def written_slots(
@@ -78,6 +83,7 @@ def expect_call(
     """scale and max_query_len as numbers. Raises ValueError unless the arguments fit a state_scan.
 
     names: the caller's names of q, k, v, decay and factor, and of the axes k_heads, k_dim, heads and v_dim.
+    A decay with three axes has one number for each channel of k.
     """
     tokens = f"[tokens, {names['heads']}, {names['v_dim']}]"
     for name, array in (("q", q), ("k", k)):
@@ -90,10 +96,13 @@ def expect_call(
         )
     if not q.shape[1] or v.shape[1] % q.shape[1]:
         raise ValueError(f"{names['v']} {v.shape}: must have a multiple of {q.shape[1]} heads, as {names['k']} has")
+    by_channel = getattr(decay, "ndim", 2) == 3
     for name, array in (("decay", decay), ("factor", factor)):
-        expect_floats(names[name], array, f"[tokens, {names['heads']}]")
-        if array.shape != v.shape[:2]:
-            raise ValueError(f"{names[name]} {array.shape}: must be {v.shape[:2]}, one per token and head")
+        channels = (k.shape[2],) if name == "decay" and by_channel else ()
+        axes, per = (f", {names['k_dim']}", ", head and channel") if channels else ("", " and head")
+        expect_floats(names[name], array, f"[tokens, {names['heads']}{axes}]")
+        if array.shape != (*v.shape[:2], *channels):
+            raise ValueError(f"{names[name]} {array.shape}: must be {(*v.shape[:2], *channels)}, one per token{per}")
     expect_floats("states", states, f"[slots, {names['heads']}, {names['k_dim']}, {names['v_dim']}]")
     wanted = (v.shape[1], k.shape[2], v.shape[2])
     if states.shape[1:] != wanted:

@@ -24,7 +24,7 @@ from pallas_kernels.native.memory import (
 )
 from pallas_kernels.state_scan import cpu_vectors
 from pallas_kernels.state_scan.call import EPS
-from pallas_kernels.state_scan.cpu import OPTION_DELTA, OPTION_KIND, OPTION_SCALE
+from pallas_kernels.state_scan.cpu import OPTION_CHANNELS, OPTION_DELTA, OPTION_KIND, OPTION_SCALE
 
 LANES, VECTOR = vectors.LANES, vectors.VECTOR
 EPSILON, ONE = np.float32(EPS), np.float32(1)
@@ -51,9 +51,9 @@ def start_of(job, row):
 
 @njit(**NATIVE)
 def scratch_bytes(job):
-    """Bytes of a thread's scratch: q, k, a block of v, and a block of the state."""
+    """Bytes of a thread's scratch: q, k, `kept` and `faded`, a block of v, and a block of the state."""
     k_dim, block = load_int64(job + K_DIM), load_int64(job + WIDTH) * LANES
-    return 4 * (2 * k_dim + block + k_dim * block)
+    return 4 * (4 * k_dim + block + k_dim * block)
 
 
 @njit(**NATIVE)
@@ -75,6 +75,17 @@ def step(is_delta, width, state, line, q, k, v, k_dim, decay, factor, scale, ski
 
 
 @njit(**NATIVE)
+def step_by_channel(width, state, line, q, k, v, k_dim, faded, kept, factor, scale, skip):
+    """The same with a decay for each row of the state."""
+    if width == 4:
+        cpu_vectors.channels_4(state, line, q, k, v, k_dim, faded, kept, factor, scale, skip)
+    elif width == 2:
+        cpu_vectors.channels_2(state, line, q, k, v, k_dim, faded, kept, factor, scale, skip)
+    else:
+        cpu_vectors.channels_1(state, line, q, k, v, k_dim, faded, kept, factor, scale, skip)
+
+
+@njit(**NATIVE)
 def scan(job, unit, scratch):
     """Compute one unit."""
     heads, k_heads, k_dim = load_int64(job + HEADS), load_int64(job + K_HEADS), load_int64(job + K_DIM)
@@ -89,7 +100,8 @@ def scan(job, unit, scratch):
     slot = min(max(np.int64(load_int32(load_int64(job + SLOTS) + 4 * row)), 0), num_slots - 1)
     stored, line = load_int64(job + STATES) + 4 * ((slot * heads + head) * k_dim * v_dim + first), 4 * v_dim
     q, k = scratch, scratch + 4 * k_dim
-    v = k + 4 * k_dim
+    kept, faded = k + 4 * k_dim, k + 8 * k_dim
+    v = faded + 4 * k_dim
     state, state_line = stored, line
     if end - begin > 1 or target != slot:
         state, state_line = v + 4 * block, 4 * block
@@ -101,6 +113,7 @@ def scan(job, unit, scratch):
             else:
                 copy_bytes(state + i * state_line, stored + i * line, 4 * block)
     kind, is_delta = option(job, OPTION_KIND), option(job, OPTION_DELTA) != 0
+    by_channel = option(job, OPTION_CHANNELS) != 0
     size, scale = size_of(kind), load_float32(load_int64(job + OPTIONS) + 4 * OPTION_SCALE)
     skip = load_float32(load_int64(job + SKIP) + 4 * head)
     for t in range(begin, end):
@@ -112,9 +125,14 @@ def scan(job, unit, scratch):
             cpu_vectors.l2_norm(k, k_dim // LANES, EPSILON)
         place = ((t * heads + head) * v_dim + first) * size
         widen(kind, v, load_int64(job + V) + place, block, ONE)
-        decay = load_float32(load_int64(job + DECAY) + 4 * (t * heads + head))
         factor = load_float32(load_int64(job + FACTOR) + 4 * (t * heads + head))
-        step(is_delta, width, state, state_line, q, k, v, k_dim, decay, factor, scale, skip)
+        decays = load_int64(job + DECAY)
+        if by_channel:
+            cpu_vectors.fade(decays + 4 * (t * heads + head) * k_dim, k, kept, faded, k_dim // LANES)
+            step_by_channel(width, state, state_line, q, k, v, k_dim, faded, kept, factor, scale, skip)
+        else:
+            decay = load_float32(decays + 4 * (t * heads + head))
+            step(is_delta, width, state, state_line, q, k, v, k_dim, decay, factor, scale, skip)
         narrow(kind, load_int64(job + OUT) + place, v, block, ONE)
     if state != stored and 0 <= target < num_slots:
         stored += 4 * (target - slot) * heads * k_dim * v_dim

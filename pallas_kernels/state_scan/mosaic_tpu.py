@@ -3,6 +3,7 @@
 - `state_step_tpu`: tokens of rows with up to FEW tokens, one after the other. A program has a token and up to
   MOST_HEADS heads. Pallas fetches the state of the next row, and writes that of the row before, while a program works.
   In a call with targets, the row's last program copies the state to its target instead.
+  With a decay for each channel, rows of any length.
 - `state_chunks_tpu`: longer rows, in chunks of CHUNK tokens as matmuls. A program has a chunk and a head. XLA gathers
   the tokens of the chunks first, because a TPU reads and writes whole tiles of memory. A call with `max_query_len` up
   to FEW leaves it out.
@@ -37,7 +38,7 @@ def refuse(device: Any, call: ScanCall) -> str | None:
     if call.v.dtype not in (jnp.float32, jnp.bfloat16) or call.q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"q of {call.q.dtype}, v of {call.v.dtype}: it takes float32 and bfloat16"
     k_dim, v_dim = call.states.shape[2:]
-    if call.targets is not None and call.max_query_len > FEW:
+    if call.targets is not None and call.max_query_len > _most_few(call):
         return f"targets of rows with {call.max_query_len} tokens: it takes targets of rows with up to {FEW} tokens"
     if k_dim % 8 or k_dim * -(-v_dim // 128) * 512 > MOST_BYTES:
         return f"states of {k_dim} x {v_dim} numbers: it takes multiples of 8 rows, and up to {MOST_BYTES >> 10} KiB"
@@ -49,11 +50,16 @@ def state_scan(
 ) -> tuple[Float[Array, "tokens heads v_dim"], Float[Array, "slots heads k_dim v_dim"]]:
     """See `pallas_kernels.state_scan`. interpret: run the kernels in XLA operations, on any platform."""
     out, states = _steps(call, call.states, interpret)
-    if call.max_query_len <= FEW:
+    if call.max_query_len <= _most_few(call):
         return out, states
     longer, states = _chunks(call, states, interpret)
     begins, ends = call.query_start_loc[:-1], call.query_start_loc[1:]
     return jnp.where(((ends - begins) > FEW)[_row_of_token(call)][:, None, None], longer, out), states
+
+
+def _most_few(call: ScanCall) -> int:
+    """Maximum number of tokens of a row that are computed one after the other."""
+    return max(FEW, call.max_query_len) if call.by_channel else FEW
 
 
 def _row_of_token(call: ScanCall) -> Array:
@@ -103,7 +109,7 @@ def _steps(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array]
     keys = max(1, block // call.v_per_k)  # heads of q and k in a block
     begins, ends = call.query_start_loc[:-1], call.query_start_loc[1:]
     row, token = _row_of_token(call), jnp.arange(tokens, dtype=jnp.int32)
-    is_computed = (token < ends[-1]) & (ends - begins <= FEW)[row]
+    is_computed = (token < ends[-1]) & (ends - begins <= _most_few(call))[row]
     token = jnp.argsort(~is_computed, stable=True).astype(jnp.int32)  # those that are computed come first
     count, row = jnp.sum(is_computed, dtype=jnp.int32), row[token]
     how = jnp.where(token > begins[row], CONTINUE, jnp.where(call.positions[row] == 0, ZEROS, LOAD))
@@ -120,7 +126,13 @@ def _steps(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array]
 
     skip = jnp.zeros(heads, jnp.float32) if call.skip is None else call.skip
     key_spec = spec(keys, k_dim, block_of_head=lambda b: lax.div(b * block, call.v_per_k * keys))
-    kernel = functools.partial(_step_kernel, scale=call.scale, is_delta=call.is_delta, v_per_k=call.v_per_k)
+    kernel = functools.partial(
+        _step_kernel, scale=call.scale, is_delta=call.is_delta, v_per_k=call.v_per_k, by_channel=call.by_channel
+    )
+    if call.by_channel:
+        decay = (by_blocks(call.decay, block), spec(block, k_dim))
+    else:
+        decay = (numbers(call.decay), spec(1, block))
     scalars, scratch = (call.slots[row], how, token), ()
     if call.targets is not None:
         is_last = is_computed[token] & (token == ends[row] - 1)
@@ -131,8 +143,7 @@ def _steps(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array]
         kernel, "state_step_tpu", (heads // block, jnp.maximum(count, 1)), scalars,
         [
             (by_blocks(call.q, keys), key_spec), (by_blocks(call.k, keys), key_spec),
-            (by_blocks(call.v, block), spec(block, v_dim)), (numbers(call.decay), spec(1, block)),
-            (numbers(call.factor), spec(1, block)),
+            (by_blocks(call.v, block), spec(block, v_dim)), decay, (numbers(call.factor), spec(1, block)),
             (skip.reshape(-1, 1, block), pl.BlockSpec((1, 1, block), lambda b, *_: (b, 0, 0))),
         ],
         states, pl.BlockSpec((1, block, k_dim, v_dim), lambda b, i, slot, *_: (slot[i], b, 0, 0)),
@@ -150,6 +161,7 @@ def _fits(block: int, v_per_k: int, k_heads: int) -> bool:
 def _step_kernel(
     slot_ref: Ref, how_ref: Ref, token_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, decay_ref: Ref, factor_ref: Ref,
     skip_ref: Ref, old_ref: Ref, out_ref: Ref, state_ref: Ref, *, scale: float, is_delta: bool, v_per_k: int,
+    by_channel: bool,
 ) -> None:  # fmt: skip
     """One token and a block of heads. States are [1, heads, k_dim, v_dim]."""
     how = how_ref[pl.program_id(1)]
@@ -168,13 +180,15 @@ def _step_kernel(
             key = head // v_per_k
             q, k = (ref[0, 0, key : key + 1].astype(jnp.float32) for ref in (q_ref, k_ref))
             v = v_ref[0, 0, head : head + 1].astype(jnp.float32)
-            decay, factor, skip = (
-                x[:, head : head + 1] for x in (decay_ref[0, 0], factor_ref[0, 0], skip_ref[0])
-            )  # fmt: skip
+            factor, skip = (x[:, head : head + 1] for x in (factor_ref[0, 0], skip_ref[0]))
+            if by_channel:
+                kept = as_column(jnp.exp(decay_ref[0, 0, head : head + 1]))
+            else:
+                kept = jnp.exp(decay_ref[0, 0][:, head : head + 1])
             if is_delta:
                 q, k = l2_norm(q), l2_norm(k)
             q, k = as_column(q), as_column(k)
-            state = jnp.exp(decay) * state_ref[0, head]
+            state = kept * state_ref[0, head]
             found = jnp.sum(k * state, axis=0, keepdims=True) if is_delta else 0.0
             state += k * (factor * (v - found))
             state_ref[0, head] = state

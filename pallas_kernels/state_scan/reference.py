@@ -28,7 +28,8 @@ def state_scan(
         state = rows[row]
         q, k = (jnp.repeat(x[t].astype(jnp.float32), call.v_per_k, axis=0) for x in (call.q, call.k))
         v, factor = call.v[t].astype(jnp.float32), call.factor[t, :, None]
-        state = jnp.exp(call.decay[t])[:, None, None] * state
+        decay = call.decay[t][:, :, None] if call.by_channel else call.decay[t][:, None, None]
+        state = jnp.exp(decay) * state
         if call.is_delta:
             q, k = l2_norm(q), l2_norm(k)
             change = factor * (v - jnp.einsum("hk,hkv->hv", k, state, precision="highest"))

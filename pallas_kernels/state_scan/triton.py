@@ -1,6 +1,7 @@
 """state_scan for NVIDIA in Pallas, lowered through Triton: two kernels, which update the states in place.
 
 - `state_step`: rows of up to FEW tokens, one after the other. A decode is one token.
+  With a decay for each channel, rows of any length.
 - `state_chunks`: longer rows, in chunks of CHUNK tokens as matmuls. Not in a call with `max_query_len` up to FEW.
   Its registers are still spilled: docs/decisions.md, "Layers with a state".
 
@@ -69,7 +70,7 @@ def state_scan(
         )(*given, *changed)  # fmt: skip
 
     results = launch(_step, "state_step", max(LEAST, min(columns, STEP_NUMBERS // rows)), 4, call.states)
-    if call.max_query_len > FEW:
+    if call.max_query_len > FEW and not call.by_channel:
         block = max(LEAST, min(columns, CHUNK_COLUMNS * 128 // rows))
         results = launch(_chunks, "state_chunks", block, CHUNK_WARPS, *results)
     return results[0], results[1]
@@ -116,8 +117,13 @@ def _kernel(
             """q (a function), k, v, decay and factor of tokens [n], or of one. Zeros outside the row and the state."""
             across, within, at, real = _grid(t, inside, column, has_column)
             v = load(v_ref, across, head, at, mask=within & real)
-            numbers = (load(ref, t, head, mask=inside) for ref in (decay_ref, factor_ref))
-            return functools.partial(keys, q_ref, t, inside), keys(k_ref, t, inside), v, *numbers
+            factor = load(factor_ref, t, head, mask=inside)
+            if call.by_channel:  # of one token; a column for the rows of the state
+                (i,) = parts
+                decay = load(decay_ref, t, head, i, mask=inside & (i < k_dim))[:, None]
+            else:
+                decay = load(decay_ref, t, head, mask=inside)
+            return functools.partial(keys, q_ref, t, inside), keys(k_ref, t, inside), v, decay, factor
 
         def store(t: Array, inside: Array, out: Array, v: Array) -> None:
             across, within, v_at, real_v = _grid(t, inside, column, has_column)
@@ -134,7 +140,7 @@ def _kernel(
         for place, mask, state in zip(places, masks, states, strict=True):
             plgpu.store(place, state, mask=mask)
 
-    few = end - begin <= FEW
+    few = end - begin <= (call.q.shape[0] if call.by_channel else FEW)
     pl.when((end > begin) & (few if compute is _step else ~few))(scan)
 
 

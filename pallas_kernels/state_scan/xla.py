@@ -25,7 +25,8 @@ def state_scan(
         at = jnp.minimum(t, tokens - 1)
         q, k = (jnp.repeat(x[at].astype(jnp.float32), call.v_per_k, axis=1) for x in (call.q, call.k))
         v, factor = call.v[at].astype(jnp.float32), call.factor[at][:, :, None]
-        new = jnp.exp(call.decay[at])[:, :, None, None] * rows
+        decay = call.decay[at][..., None] if call.by_channel else call.decay[at][..., None, None]
+        new = jnp.exp(decay) * rows
         if call.is_delta:
             q, k = l2_norm(q), l2_norm(k)
             change = factor * (v - (k[..., None] * new).sum(2))

@@ -17,8 +17,8 @@ from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.loading import LoadedModel, load_model
 from jpaged.loading.updates import EngineWeights, prepare
-from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2, ShortConv
-from jpaged.models.spec import Activation, Norm, QKNorm, WeightLayout, param_shapes
+from jpaged.models.recurrent_spec import GatedDelta, GateNorm, KimiDelta, Mamba2, ShortConv
+from jpaged.models.spec import Activation, Experts, Latent, Norm, QKNorm, Scoring, WeightLayout, param_shapes
 from jpaged.runtime.state import Field
 from jpaged.speculation_config import SpeculationConfig
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
@@ -66,6 +66,12 @@ BY_KIND = {
     "side by side": dataclasses.replace(
         FULL, num_layers=2, attention_layers=(True, True),
         recurrence=dataclasses.replace(MAMBA, layers=(True, True), gate_norm=GateNorm.BEFORE),
+    ),
+    # Kimi Linear: latent attention without rope, experts, and a decay for each channel
+    "kimi delta": dataclasses.replace(
+        FULL, num_layers=3, num_kv_heads=1, head_dim=40, latent=Latent(None, 32, 16, 8, 12), rope_layers=(False,) * 3,
+        recurrence=KimiDelta((True, False, True), k_heads=2, v_heads=2, head_dim=16, conv_width=4),
+        experts=Experts(8, 3, 32, (False, True, True), scoring=Scoring.SIGMOID, correction=True, shared_size=32),
     ),
     # the last layer has KV and a state
     "gated DeltaNet next to attention": dataclasses.replace(HYBRID, attention_layers=(False, True, True)),
@@ -278,8 +284,8 @@ def test_drafts_change_no_bit_and_the_next_turn_is_found(runner):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "spec", [HYBRID, WITH_WINDOW, SHORT_CONV, BY_KIND["mamba"], BY_KIND["side by side"]],
-    ids=["full", "window", "convolutions", "mamba", "side by side"],
+    "spec", [HYBRID, WITH_WINDOW, SHORT_CONV, *(BY_KIND[kind] for kind in ("mamba", "side by side", "kimi delta"))],
+    ids=["full", "window", "convolutions", "mamba", "side by side", "kimi delta"],
 )  # fmt: skip
 def test_drafts_with_samples_preemption_and_the_host_tier(runner, spec):
     runner = runner if spec is HYBRID else drafting_runner(spec)

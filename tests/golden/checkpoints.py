@@ -122,7 +122,8 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         is_last = name in _LAST_NORMS
         centre = 1.0 if is_last else 2.0
         return np.float32(centre) + np.float32(0.5) * uniform
-    if name.endswith(("mamba.A_log", "mixer.A_log")):  # a state's decay: from 0.05 to 0.4 times the time step
+    # a state's decay: from 0.05 to 0.4 times the time step
+    if name.endswith(("mamba.A_log", "mixer.A_log", "self_attn.A_log")):
         return np.float32(-2) + uniform
     if name.endswith(("layer_scalar", "per_expert_scale", "correct_output_scale")):
         return np.float32(1) + np.float32(0.25) * uniform
@@ -264,8 +265,11 @@ _LATENT = {
     "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
-
-
+_KIMI = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 2.446,
+    "model_max_length": 512, "pad_token_id": 0,
+}  # fmt: skip
 _UNLIKE = {
     "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "head_dim": 16,
     "global_head_dim": 32, "sliding_window": 20, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
@@ -569,6 +573,14 @@ VARIANTS = (
     _kin("falcon-h1-gate", "FalconH1ForCausalLM", "falcon_h1", **_FALCON_H1 | {"ssm_multipliers": None},
          mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, projectors_bias=True,
          tie_word_embeddings=True),
+    _kin("kimi-linear", "KimiLinearForCausalLM", "kimi_linear", **_KIMI, q_lora_rank=None, num_hidden_layers=4,
+         linear_attn_config={"kda_layers": [1, 2, 4], "full_attn_layers": [3], "head_dim": 16, "num_heads": 4,
+                             "short_conv_kernel_size": 4},
+         num_expert_group=4, topk_group=2, moe_renormalize=True, num_shared_experts=1, first_k_dense_replace=1),
+    _kin("kimi-linear-second", "KimiLinearForCausalLM", "kimi_linear", **_KIMI, q_lora_rank=24, num_hidden_layers=3,
+         layer_types=["full_attention", "linear_attention", "linear_attention"], linear_head_dim=32, linear_num_heads=2,
+         linear_conv_kernel_dim=3, num_expert_group=1, topk_group=1, moe_renormalize=False, num_shared_experts=2,
+         mlp_layer_types=["sparse", "dense", "sparse"]),
     _kin("gemma3n", "Gemma3nForCausalLM", "gemma3n_text", num_hidden_layers=5, head_dim=16, sliding_window=20,
          layer_types=["sliding_attention", "full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
          num_kv_shared_layers=2, intermediate_size=[96, 64, 96, 128, 96], laurel_rank=8, altup_num_inputs=4,
@@ -635,7 +647,7 @@ NEWER = (
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
     "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "apertus",
-    "arcee",
+    "arcee", "kimi_linear",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from tests.golden import mamba_shapes
+from tests.golden import kimi_shapes, mamba_shapes
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 
@@ -34,6 +34,7 @@ def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "gpt2": _gpt2_shapes, "opt": _opt_shapes, "gpt_neox": _gpt_neox_shapes, "falcon": _falcon_shapes,
         "bloom": _bloom_shapes, "lfm2": _lfm2_shapes, "lfm2_moe": _lfm2_shapes,
         "nemotron_h": mamba_shapes.nemotron_h, "falcon_h1": mamba_shapes.falcon_h1,
+        "kimi_linear": kimi_shapes.kimi_linear,
     }  # fmt: skip
     return families.get(config["model_type"], _llama_shapes)(config)
 

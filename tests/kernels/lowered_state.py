@@ -12,10 +12,12 @@ ROWS, TOKENS, SLOTS = 8, 512, 64
 SCANS = {
     "qwen3-next-80b": ("gated_delta", 32, 16, 128, 128, "bfloat16"),
     "qwen3.5-float32": ("gated_delta", 16, 16, 128, 128, "float32"),
+    "kimi-linear-48b": ("gated_delta", 32, 32, 128, 128, "bfloat16"),
     "nemotron-h-8b": ("mamba2", 128, 8, 128, 64, "bfloat16"),
     "granite-4-h-small": ("mamba2", 128, 1, 128, 64, "bfloat16"),
     "falcon-h1-34b": ("mamba2", 32, 2, 256, 128, "bfloat16"),
 }
+BY_CHANNEL = ("kimi-linear-48b",)  # with a decay for each channel
 # name: channels, width, dtype
 CONVOLUTIONS = {
     "qwen3-next-80b": (8192, 4, "bfloat16"), "lfm2-1.2b": (2048, 3, "bfloat16"), "float32": (1792, 4, "float32"),
@@ -31,7 +33,8 @@ def scan(name, max_query_len, implementation):
     numbers, each = array((tokens, heads), "float32"), array((heads,), "float32")
     states = array((SLOTS, heads, k_dim, v_dim), "float32")
     if operation == "gated_delta":
-        return functools.partial(gated_delta, **options), (grouped, grouped, whole, numbers, numbers, states, *_index())
+        decay = array((tokens, heads, k_dim), "float32") if name in BY_CHANNEL else numbers
+        return functools.partial(gated_delta, **options), (grouped, grouped, whole, decay, numbers, states, *_index())
     return functools.partial(mamba2, **options), (whole, numbers, each, grouped, grouped, each, states, *_index())
 
 

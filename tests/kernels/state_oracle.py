@@ -34,6 +34,7 @@ class Shape:
     slots: int = 9
     bias: bool = True     # of causal_conv
     activation: str | None = "silu"
+    by_channel: bool = False  # gated_delta with a decay for each channel
     targets: bool = False  # new states have other slots than the old ones, or none
 
     @property
@@ -63,7 +64,7 @@ def make_case(shape: Shape, rows=RAGGED, *, seed=0):
         states, dtype = normal((shape.slots, shape.k_dim - 1, shape.channels)), shape.dtype
     else:
         # decays over a few tokens, and over hundreds
-        decay = -np.exp(rng.uniform(-7, 1, (count, heads)))
+        decay = -np.exp(rng.uniform(-7, 1, (count, heads, *[shape.k_dim] * shape.by_channel)))
         grouped = [device_array(normal((count, shape.k_heads, shape.k_dim)), shape.dtype) for _ in range(2)]
         v = device_array(normal((count, heads, shape.v_dim)), shape.dtype)
         if shape.operation == "gated_delta":
@@ -141,7 +142,7 @@ def _delta(shape, arrays, state, t):
     share = shape.heads // shape.k_heads
     q, k = (arrays[name][t].repeat(share, axis=0) for name in ("q", "k"))
     q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    state = state * np.exp(arrays["decay"][t])[:, None, None]
+    state = state * np.exp(arrays["decay"][t]).reshape(shape.heads, -1, 1)
     change = arrays["beta"][t][:, None] * (arrays["v"][t] - np.einsum("hk,hkv->hv", k, state))
     state = state + np.einsum("hk,hv->hkv", k, change)
     return state, np.einsum("hk,hkv->hv", q, state) * shape.k_dim**-0.5

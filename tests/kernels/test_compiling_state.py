@@ -26,13 +26,19 @@ SOME_CONVOLUTIONS = pytest.mark.parametrize(
 @SOME_SCANS
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_kernels_lower(platform, name):
-    """The kernel of the platform is chosen. A call without long rows has no kernel for chunks."""
+    """The kernel of the platform is chosen. A call without long rows, or by channel, has no kernel for chunks."""
     suffix = "_tpu" if platform == "tpu" else ""
-    for most, expected in ((FEW, {"state_step"}), (FEW + 1, {"state_step", "state_chunks"})):
+    for most in (FEW, FEW + 1):
+        expected = {"state_step", "state_chunks"} if has_chunks(name, most) else {"state_step"}
         text = lower_for(platform, *lowered.scan(name, most, None))
         if most == FEW:
             assert f"state_step{suffix}" in lower_for(platform, *lowered.to_targets(name, most, None))
         assert set(re.findall(rf"state_(?:step|chunks){suffix}\b", text)) == {each + suffix for each in expected}
+
+
+def has_chunks(name, max_query_len):
+    """True if the call has a kernel for chunks."""
+    return max_query_len > FEW and name not in lowered.BY_CHANNEL
 
 
 def copies(text, states):
@@ -49,7 +55,8 @@ def test_scans_stay_in_place_on_an_h200(name, max_query_len):
     call, arguments = lowered.scan(name, max_query_len, None)
     program = compile_for(H200, call, arguments, donate_argnums=argument)
     states, memory = arguments[argument], program.memory_analysis()
-    assert len(re.findall(r'name = "state_\w+", num_stages', program.as_text())) == (1 if max_query_len == 1 else 2)
+    kernels = re.findall(r'name = "state_\w+", num_stages', program.as_text())
+    assert len(kernels) == 1 + has_chunks(name, max_query_len)
     assert copies(program.as_text(), states) == []
     assert memory.alias_size_in_bytes >= 4 * states.size
     assert memory.temp_size_in_bytes < states.size // 100
@@ -100,7 +107,7 @@ def test_scans_stay_in_place_on_a_v5e(name, max_query_len):
         call, arguments, place, donate_argnums=argument, out_shardings=(V5E.sharding(), page(states, V5E).format)
     )
     memory = program.memory_analysis()
-    assert program.as_text().count('custom_call_target="tpu_custom_call"') == (1 if max_query_len == 1 else 2)
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1 + has_chunks(name, max_query_len)
     assert copies(program.as_text(), states) == []
     assert memory.alias_size_in_bytes >= 4 * states.size
     assert memory.temp_size_in_bytes < 2 * states.size  # half of the states: tokens gathered in chunks

@@ -16,6 +16,7 @@ from tests.support.device_arrays import device_array
 slow = pytest.mark.slow
 SHAPES = {
     "gated_delta": oracle.Shape(),
+    "by_channel": oracle.Shape(by_channel=True),
     "mamba2": oracle.Shape("mamba2", heads=6, k_heads=3, k_dim=32),
     "causal_conv": oracle.Shape("causal_conv", k_dim=4),
 }
@@ -34,7 +35,8 @@ def test_ragged_rows(operation, implementation):
     [
         *(("gated_delta", name) for name in ("cpu", "xla", "triton", "mosaic_tpu")), ("causal_conv", "cpu"),
         ("causal_conv", "xla"), *(pytest.param(name, "reference", marks=slow) for name in SHAPES),
-        *(pytest.param("mamba2", name, marks=slow) for name in ("cpu", "xla", "triton", "mosaic_tpu")),
+        *(pytest.param(op, name, marks=slow) for op in ("mamba2", "by_channel")
+          for name in ("cpu", "xla", "triton", "mosaic_tpu")),
     ],
 )  # fmt: skip
 def test_states_written_to_other_slots_or_not_at_all(operation, implementation):
@@ -50,6 +52,7 @@ def test_states_written_to_other_slots_or_not_at_all(operation, implementation):
         ("gated_delta", {"q": (32, 2, 8)}, "q and k must have one shape"),
         ("gated_delta", {"v": (32, 3, 16)}, r"v \(32, 3, 16\): must have a multiple of 2 heads, as k has"),
         ("gated_delta", {"beta": (32, 2)}, r"beta \(32, 2\): must be \(32, 4\), one per token and head"),
+        ("by_channel", {"decay": (32, 4, 8)}, r"decay \(32, 4, 8\): must be \(32, 4, 16\), one per token, head and"),
         ("gated_delta", {"states": (9, 4, 16, 8)}, r"states \(9, 4, 16, 8\): must be \[slots, 4, 16, 16\]"),
         ("gated_delta", {"positions": (5,)}, r"positions \(5,\), query_start_loc \(7,\): must be \[rows\]"),
         ("gated_delta", {"targets": (5,)}, r"targets \(5,\): must be \(6,\), as slots"),
@@ -153,12 +156,13 @@ def test_sizes_that_are_not_whole_vectors_are_left_to_xla(plain_errors):
 
 SCANS = {
     "gated_delta": oracle.Shape(k_dim=32, tokens=160),
+    "by_channel": oracle.Shape(k_dim=32, tokens=160, by_channel=True),
     "mamba2": oracle.Shape("mamba2", heads=3, k_heads=1, k_dim=16, v_dim=32, tokens=160),
 }
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
-@pytest.mark.parametrize("operation", ["gated_delta", pytest.param("mamba2", marks=slow)])
+@pytest.mark.parametrize("operation", ["gated_delta", "by_channel", pytest.param("mamba2", marks=slow)])
 def test_decodes_and_chunks_of_kernels_for_accelerators(operation, implementation):
     """Rows of one token, of a few, and of more than a chunk, which begin and end inside a chunk."""
     shape = SCANS[operation]

@@ -188,6 +188,11 @@ CHANGES = {
         ("expert_groups_per_token", 0),
     ],
     "nemotron-h-latent": [("renormalise", True), ("shared_size", 0)],
+    "kimi-linear": [
+        {"rope_layers": ()}, ("scoring", Scoring.SOFTMAX), ("correction", False), ("renormalise", False),
+        ("scale", 1.0), ("expert_groups_per_token", 0),
+    ],
+    "kimi-linear-second": [{"rope_layers": ()}, ("renormalise", True), ("shared_size", 0)],
     "falcon-h1": [
         {"embed_scale": 1.0}, {"logit_divisor": 1.0}, {"attention_scale": None}, {"attention_out_scale": 1.0},
         {"gate_scale": 1.0}, {"feed_forward_scale": 1.0}, {"rope": Rope(theta=500.0)},

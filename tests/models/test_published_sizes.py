@@ -140,6 +140,15 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
          "mamba_d_head": 128, "mamba_d_state": 256, "tie_word_embeddings": False},
         7_585_513_568,
     ),
+    # The release has its layers in linear_attn_config, counted from 1
+    "Kimi-Linear-48B-A3B": (
+        "kimi_linear",
+        {"linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+            "short_conv_kernel_size": 4, "kda_layers": [i for i in range(1, 27) if i % 4],
+        }},
+        49_122_681_728,
+    ),
     "gemma-3n-E2B": (
         "gemma3n_text", {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}, 4_435_182_688,
     ),

@@ -9,12 +9,13 @@ import pytest
 
 from jpaged.models.linear import LayerContext
 from jpaged.models.recurrent import StateRows, mix_by_state
-from jpaged.models.recurrent_spec import GatedDelta, GateNorm, Mamba2
+from jpaged.models.recurrent_spec import GatedDelta, GateNorm, KimiDelta, Mamba2
 from jpaged.models.spec import DecoderSpec, WeightLayout, param_shapes
 
 pytestmark = pytest.mark.codegen
 
 DELTA = GatedDelta((True,), k_heads=16, v_heads=32, head_dim=128, conv_width=4)  # Qwen3-Next's
+KIMI = KimiDelta((True,), k_heads=32, v_heads=32, head_dim=128, conv_width=4)  # Kimi Linear's
 MAMBA = Mamba2((True,), heads=16, head_dim=48, groups=4, state_dim=64, conv_width=4)
 BEFORE = dataclasses.replace(MAMBA, gate_norm=GateNorm.BEFORE, in_bias=True, in_scale=1.25, part_scales=(0.5,) * 5)
 TOKENS, HIDDEN = 256, 64
@@ -25,6 +26,8 @@ TOKENS, HIDDEN = 256, 64
     [
         pytest.param(DELTA, "bfloat16", id="gated delta"),
         pytest.param(DELTA, "float32", id="gated delta, float32", marks=pytest.mark.slow),
+        pytest.param(KIMI, "bfloat16", id="kimi delta", marks=pytest.mark.slow),
+        pytest.param(KIMI, "float32", id="kimi delta, float32", marks=pytest.mark.slow),
         pytest.param(MAMBA, "float32", id="mamba", marks=pytest.mark.slow),
         pytest.param(MAMBA, "bfloat16", id="mamba, bfloat16", marks=pytest.mark.slow),
         pytest.param(BEFORE, "float32", id="mamba, norm before the gate", marks=pytest.mark.slow),

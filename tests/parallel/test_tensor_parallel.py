@@ -12,9 +12,9 @@ from jpaged import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.experts import pairs_of_devices
-from jpaged.models.recurrent_spec import GatedDelta
+from jpaged.models.recurrent_spec import GatedDelta, KimiDelta
 from jpaged.models.sharding import Shards
-from jpaged.models.spec import Norm, QKNorm, param_shapes
+from jpaged.models.spec import Latent, Norm, QKNorm, param_shapes
 from jpaged.runtime.prediction.program_text import Program
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import SampleShape
@@ -131,6 +131,7 @@ def test_deterministic_bits_do_not_depend_on_the_number_of_devices(checkpoint):
     ("name", "experts"),
     [
         ("deepseek-v3", True), ("deepseek-v32", False), ("olmo2", False), ("lfm2", False), ("granite4-hybrid", False),
+        ("kimi-linear", True),
     ],  # all others: benchmarks/parallel_matrix.py
 )
 def test_families_with_parts_of_their_own(name, experts, tmp_path):
@@ -140,7 +141,7 @@ def test_families_with_parts_of_their_own(name, experts, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
     found = {}
     for deterministic, size in ((False, 1), (False, 2), (True, 1), (True, 8)):
-        if deterministic and name == "olmo2":  # heads that cannot be cut into 8 parts
+        if deterministic and name in ("olmo2", "kimi-linear"):  # heads that cannot be cut into 8 parts
             continue
         options = OPTIONS | {"deterministic": deterministic, "tensor_parallel_size": size, "max_model_len": 128}
         with sampling_programs(SamplerVariant.FULL), LLM(folder, **options, enable_expert_parallel=experts) as llm:
@@ -181,12 +182,18 @@ def test_recurrent_layers(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.codegen
-def test_deterministic_bits_of_recurrent_layers():
-    """8 key heads, a gate for each query, and repeated KV heads."""
+@pytest.mark.parametrize("kind", ["gated delta", "kimi delta"])
+def test_deterministic_bits_of_recurrent_layers(kind):
+    """8 key heads, a gate for each query, and repeated KV heads; a decay for each channel, and latent attention."""
     recurrence = GatedDelta((True, False, True), k_heads=8, v_heads=16, head_dim=16, conv_width=4)
     spec = dataclasses.replace(
         FULL, num_layers=3, norm=Norm.RMS_OFFSET, qk_norm=QKNorm.HEAD, attention_gate=True, recurrence=recurrence
     )
+    if kind == "kimi delta":
+        spec = dataclasses.replace(
+            FULL, num_layers=3, num_kv_heads=1, head_dim=40, latent=Latent(None, 32, 16, 8, 12),
+            rope_layers=(False,) * 3, recurrence=KimiDelta(recurrence.layers, 8, 8, head_dim=16, conv_width=4),
+        )  # fmt: skip
     tree = random_tree(param_shapes(spec, jnp.float32))
     requests = [{"prompt_token_ids": [i % 50 + 2 for i in range(length)]} for length in (5, 40, 70)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)

@@ -78,7 +78,10 @@ def test_leaves_keep_their_meaning():
 
 @pytest.mark.parametrize(
     ("model", "leaves"),
-    [("qwen3.5", {"delta_qkvz", "delta_o"}), pytest.param("lfm2", {"conv_in", "conv_out"}, marks=SLOW)],
+    [
+        ("qwen3.5", {"delta_qkvz", "delta_o"}), pytest.param("lfm2", {"conv_in", "conv_out"}, marks=SLOW),
+        pytest.param("kimi-linear", {"delta_qkv", "delta_o", "expert_down"}, marks=SLOW),
+    ],
 )
 def test_recurrent_layers(model, leaves, tmp_path):
     """Their matrices are quantised, and multiplied as the numbers that they stand for."""
@@ -89,7 +92,7 @@ def test_recurrent_layers(model, leaves, tmp_path):
         name for layer in loaded.params["layers"] for name, leaf in layer.items() if isinstance(leaf, QuantizedWeight)
     }
     assert leaves <= quantized
-    assert not quantized & {"delta_ba", "delta_conv", "conv_kernel"}
+    assert not quantized & {"delta_ba", "delta_low", "delta_forget", "delta_gate", "delta_conv", "conv_kernel"}
     rounded = jax.tree.map(
         lambda leaf: leaf.dequantize() if isinstance(leaf, QuantizedWeight) else leaf, loaded.params,
         is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight),

@@ -19,7 +19,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
-from jpaged.models.recurrent_spec import GatedDelta, Mamba2, ShortConv
+from jpaged.models.recurrent_spec import GatedDelta, KimiDelta, Mamba2, ShortConv
 from jpaged.models.spec import DecoderSpec, Experts, Indexer, Latent, LayerKV, QKNorm, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
@@ -51,6 +51,7 @@ UNLIKE = (LayerKV(4, 64), LayerKV(4, 64), LayerKV(8, 64, values_are_keys=True), 
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 # Two recurrent layers, whose slots take far more bytes than the state of all rows
 DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=128, conv_width=4), 256
+KIMI = KimiDelta((True, False, True), k_heads=8, v_heads=8, head_dim=128, conv_width=4)
 CONV = ShortConv((True, False, True), width=SPEC.hidden_size, conv_width=33)
 MAMBA = Mamba2((True, False, True), heads=8, head_dim=64, groups=2, state_dim=128, conv_width=4)
 DECODE = ForwardShape(True, ROWS, ROWS, BLOCK_SIZE)
@@ -198,7 +199,7 @@ def test_pages_of_unlike_layers_are_not_copied(target, shape):
     assert memory.alias_size_in_bytes >= pool_bytes(target)
 
 
-RECURRENCES = {"gated DeltaNet": DELTA, "short convolution": CONV, "Mamba-2": MAMBA}
+RECURRENCES = {"gated DeltaNet": DELTA, "Kimi delta": KIMI, "short convolution": CONV, "Mamba-2": MAMBA}
 IN_THE_GATE = (("h200 kernels", "gated DeltaNet", DECODE), ("v5e kernels", "Mamba-2", DECODE))
 
 

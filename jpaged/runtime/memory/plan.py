@@ -223,7 +223,7 @@ _PARTS = {
         "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
     ),
     "indexers": ("index_q", "index_k", "index_weights"),
-    "gated DeltaNet": ("delta_qkvz", "delta_ba", "delta_conv", "delta_a_log", "delta_dt_bias", "delta_o"),
+    "gated DeltaNet": (),  # by prefix of the name
     "Mamba-2": (),  # by prefix of the name
     "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "xielu", "layer_scalar"),
@@ -264,10 +264,9 @@ def _part_of(name: str) -> str:
         return "norms"
     if name.startswith(("expert_", "router", "shared_", "latent_")):
         return "experts"
-    if name.startswith("mamba_"):
-        return "Mamba-2"
-    if name.startswith(("altup_", "laurel_")):
-        return "AltUp and LAuReL"
+    kinds = {"delta": "gated DeltaNet", "mamba": "Mamba-2", "altup": "AltUp and LAuReL", "laurel": "AltUp and LAuReL"}
+    if (kind := kinds.get(name.split("_")[0])) is not None:
+        return kind
     apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
     part = apart.get(name) or next((part for part, names in _PARTS.items() if name in names), None)
     if part is None:
