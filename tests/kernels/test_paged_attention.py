@@ -97,7 +97,7 @@ FIRST = {
     "xla": ("all-options",),
     "xla_loop": ("ragged-all-options", "int8-decodes-bf16"),
     "cpu": tuple(SHAPES),  # a second in all
-    "triton": ("ragged-all-options", "fp8-decodes-bf16"),
+    "triton": ("ragged-all-options", "fp8-decodes-bf16", "latent-576"),
     "triton_small": ("decodes",),
     "mosaic_tpu": ("int8-all-options",),  # test_mosaic_tpu.py has decodes and fp8
     "triton-splits": ("all-options",),
