@@ -12,7 +12,7 @@ from typing import Any
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import default_device, has_small_blocks, is_a100
 
-# Widest heads of which Hopper's shared memory has room for 128 queries, and for two tiles of keys and values
+# Widest heads: Hopper's shared memory has room for 128 queries, and for two tiles of keys and values
 MOST_IN_SHARED = 640
 FILE = pathlib.Path(__file__).with_name("tuning.json")
 

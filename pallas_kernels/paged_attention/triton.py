@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention.triton_keys import Given, Problem
 from pallas_kernels.paged_attention.triton_prefill import prefill
 from pallas_kernels.write_kv.triton import refuse as refuse_pages
 
-# Widest values, whose sums are in registers; widest keys, of which shared memory has room for a tile
+# Widest values, whose sums are in registers. Widest keys: shared memory has room for a tile
 MOST_VALUES, MOST_KEYS = 512, 768
 # Rows with single tokens as blocks that are not cut into splits, because they fill a GPU. Each has the same few keys.
 ENOUGH_ROWS = 64
