@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention.tiling import Tiling
 from pallas_kernels.paged_attention.triton_decode import decode
 from pallas_kernels.paged_attention.triton_keys import Given, Problem
 from pallas_kernels.paged_attention.triton_prefill import prefill
+from pallas_kernels.platforms import nvidia_capability
 from pallas_kernels.write_kv.triton import refuse as refuse_pages
 
 # Widest values, whose sums are in registers. Widest keys: shared memory has room for a tile
@@ -89,4 +90,30 @@ def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len
     v_dim = pages.v_dim or q.shape[2]
     if v_dim > MOST_VALUES or q.shape[2] > MOST_KEYS:
         return f"head_dim {q.shape[2]} with values of {v_dim}: it takes up to {MOST_KEYS}, values up to {MOST_VALUES}"
+    needed, available = _least_shared(q, pages), _shared_bytes(device)
+    if needed > available:
+        return (
+            f"head_dim {q.shape[2]} with {q.shape[1] // pages.num_kv_heads} query heads per KV head: a tile of "
+            f"{q.dtype} needs {needed >> 10} KiB of shared memory, a device has {available >> 10} KiB"
+        )
     return refuse_pages(device, pages)
+
+
+def _least_shared(q: Any, pages: KVPages) -> int:
+    """Least bytes of shared memory of a decode with wide heads: the queries of a KV head, and a tile of 16 keys."""
+    head_dim, v_dim = q.shape[2], pages.v_dim or q.shape[2]
+    if head_dim <= 256:
+        return 0
+    rows = max(16, 1 << (q.shape[1] // pages.num_kv_heads - 1).bit_length())
+    parts = 1 if rows <= 32 else 2  # of the values, as in `Tiling.by_rule`
+    return (rows * head_dim + 16 * (head_dim + v_dim // parts)) * q.dtype.itemsize
+
+
+def _shared_bytes(device: Any) -> int:
+    """Shared memory of a thread block on a jax Device, as `platforms.has_small_blocks` knows it."""
+    match nvidia_capability(device):
+        case (8, 6) | (8, 9) | (12, _):
+            return 99 << 10
+        case (8, _):
+            return 163 << 10
+    return 227 << 10

@@ -185,6 +185,7 @@ def test_device_and_shape_decide_the_implementation(device, call, name):
         ("triton", ("tpu",), Shape(), "for NVIDIA"),
         ("triton", ("gpu", "8.0"), Shape(kv_dtype="float8_e4m3fn"), "8.9"),
         ("triton", ("gpu", "9.0"), Shape(head_dim=520), "head_dim 520 with values of 520: it takes up to 768"),
+        ("triton", ("gpu", "8.0"), Shape(heads=128, kv_heads=1, head_dim=576, v_dim=512, dtype="bfloat16"), "170 KiB"),
         ("triton_fixed", ("gpu", "9.0"), Shape(head_dim=512, dtype="bfloat16"), "heads of up to 256 with keys and"),
     ],
 )
