@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.models.layers import layer_norm
 from jpaged.models.linear import LayerContext, linear
-from jpaged.models.spec import Indexer
+from jpaged.models.spec import DecoderSpec, Indexer
 from pallas_kernels import apply_rope
 
 _EPS = 1e-6  # epsilon of the key's norm
@@ -50,6 +50,11 @@ class IndexQueries:
         products = jnp.maximum(products * self.dim**-0.5, 0)
         scores = jnp.sum(self.weights[..., None] * products, axis=-2)
         return jnp.where(scores == 0, 0.0, scores)  # `top_k` puts -0 after 0
+
+
+def columns_of_keys(spec: DecoderSpec) -> int | None:
+    """Numbers of a token's vector in the pages before the indexer's key; None: the model has no indexer."""
+    return None if spec.indexer is None else spec.head_dim - spec.indexer.head_dim
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["pages", "chosen"], meta_fields=[])

@@ -52,6 +52,8 @@ def self_check(
     block_size: int = 16,
     dtype: Any = jnp.bfloat16,
     kv_dtype: Any = None,
+    v_dim: int | None = None,
+    key_dim: int | None = None,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     with_sinks: bool = False,
@@ -66,6 +68,9 @@ def self_check(
     are stored by write_qkv and earlier tokens by write_kv, with the implementations chosen for the device.
 
     kv_dtype:       dtype of the pages; None: dtype.
+    v_dim:          width of the values of latent pages, which only `write_kv` writes; None: pages with values.
+    key_dim:        of `paged_attention`. For latent pages with an indexer: each token is then a row, and its keys are
+                    blocks of one token, as in sparse attention.
     with_sinks, with_alibi: give each head a different sink or slope.
     implementation: of paged_attention; None: the best one. The writes use the matching implementation.
     device:         a jax Device; None: JAX's default.
@@ -88,7 +93,7 @@ def self_check(
     if not 1 <= block_size <= WIDTH_KEYS:
         raise ValueError(f"block_size={block_size}: must be 1 to {WIDTH_KEYS}")
     width = -(-WIDTH_KEYS // block_size)
-    pages = KVPages.shapes(ROWS * width, block_size, kv_heads, head_dim, kv_dtype)
+    pages = KVPages.shapes(ROWS * width, block_size, kv_heads, head_dim, kv_dtype, v_dim=v_dim)
     tables = np.random.default_rng(0).permutation(ROWS * width).reshape(ROWS, width).astype(np.int32)
     q = jax.ShapeDtypeStruct((1, q_heads, head_dim), dtype)
     name = implementation or choose_implementation(device, q, pages, tables, 64)
@@ -105,17 +110,23 @@ def self_check(
         lens = np.array([min(block_size + 1, WIDTH_KEYS) if n is None else n for n in given_lens], np.int32)
         tokens, rows = _arguments(counts, lens, tables, block_size, q_heads, kv_heads, head_dim, dtype)
         tokens, rows = jax.device_put((tokens, rows), device)
-        write_all = functools.partial(_write, *tokens, block_size=block_size, kv_dtype=kv_dtype, num_blocks=tables.size)
+        write_all = functools.partial(
+            _write, *tokens, block_size=block_size, kv_dtype=kv_dtype, num_blocks=tables.size, v_dim=v_dim,
+            key_dim=key_dim,
+        )  # fmt: skip
         q, written = write_all(write=write)
+        if key_dim is not None:
+            rows = jax.device_put(_rows_by_token(tables, lens, counts, block_size), device)
         # both attention calls read the same pages; the writes are compared separately
         attend = functools.partial(
             # this scale spreads the weights over many keys, as in a model
-            _attend, q, written, *rows, scale=head_dim**-0.5, max_query_len=max(counts), sliding_window=sliding_window,
+            _attend, q, written if key_dim is None else written.by_token(), *rows, scale=head_dim**-0.5,
+            max_query_len=max(counts) if key_dim is None else 1, sliding_window=sliding_window, key_dim=key_dim,
             logit_softcap=logit_softcap, sinks=a_head[0] if with_sinks else None,
             alibi_slopes=a_head[1] if with_alibi else None,
         )  # fmt: skip
         expected_q, expected = write_all(write="xla")
-        every = rows[0].reshape(1, -1)
+        every = jax.device_put(tables.reshape(1, -1), device)
         keys, values = (zip(*(pages.gather(every, jnp.float32) for pages in (written, expected)), strict=True))
         for what, pair, limit, stale in (
             (f"write_qkv {write!r}, queries", (q, expected_q), tolerance, False),
@@ -261,23 +272,39 @@ def _arguments(
     return written, (tables, lens, np.cumsum([0, *counts], dtype=np.int32))
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "kv_dtype", "num_blocks", "write"))
+def _rows_by_token(
+    tables: np.ndarray, lens: np.ndarray, counts: tuple[int, ...], block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """tables, lens and starts with a row for each token, whose blocks are the slots of all keys that it sees."""
+    position = np.arange(WIDTH_KEYS)
+    slots = tables[:, position // block_size] * block_size + position % block_size
+    row = np.repeat(np.arange(len(counts)), counts)
+    seen = np.concatenate([length - count + 1 + np.arange(count) for length, count in zip(lens, counts, strict=True)])
+    return slots[row].astype(np.int32), seen.astype(np.int32), np.arange(len(row) + 1, dtype=np.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "kv_dtype", "num_blocks", "v_dim", "key_dim", "write"))
 def _write(
     k: Any, v: Any, history_slots: Any, qkv: Any, new_slots: Any, cos: Any, sin: Any,
-    *, block_size: int, kv_dtype: Any, num_blocks: int, write: str,
+    *, block_size: int, kv_dtype: Any, num_blocks: int, v_dim: int | None, key_dim: int | None, write: str,
 ) -> tuple[Any, KVPages]:  # fmt: skip
     """q, and pages with earlier and new tokens. Other slots are NaN."""
-    pages = KVPages.create(num_blocks, block_size, k.shape[1], k.shape[2], kv_dtype)
+    pages = KVPages.create(num_blocks, block_size, k.shape[1], k.shape[2], kv_dtype, v_dim=v_dim)
     if pages.dtype == FP8:  # its scales belong to no page
         pages = dataclasses.replace(pages, data=jnp.full_like(pages.data, jnp.nan))
     else:
         pages = jax.tree.map(lambda a: a if a.dtype == INT8 else jnp.full_like(a, jnp.nan), pages)
-    pages = write_kv(pages, k, v, history_slots, implementation=write)
+    pages = write_kv(pages, k, v if v_dim is None else None, history_slots, implementation=write)
+    if v_dim is not None:
+        q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3])
+        q = jnp.where(jnp.arange(q.shape[2]) < (key_dim or q.shape[2]), q, 0)
+        return q, write_kv(pages, qkv[:, :, -2], None, new_slots, implementation=write)
     # norm weights of one keep q and k distributed as N(0, 1)
     ones = jnp.ones(k.shape[2], k.dtype)
     return write_qkv(pages, qkv, new_slots, cos=cos, sin=sin, q_norm=ones, k_norm=ones, implementation=write)
 
 
 _attend = jax.jit(
-    paged_attention, static_argnames=("scale", "max_query_len", "sliding_window", "logit_softcap", "implementation")
+    paged_attention,
+    static_argnames=("scale", "max_query_len", "sliding_window", "logit_softcap", "key_dim", "implementation"),
 )

@@ -84,6 +84,7 @@ def paged_attention(
     logit_softcap: float | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
+    key_dim: int | None = None,
     implementation: str | None = None,
     debug: bool = False,
 ) -> Float[Array, "tokens q_heads v_dim"]:
@@ -103,6 +104,8 @@ def paged_attention(
     logit_softcap:   c: scores become c * tanh(scores / c)       (Gemma 2, arXiv:2408.00118).
     sinks:           one logit per head, added to the softmax's denominator only            (arXiv:2309.17453).
     alibi_slopes:    float32, one per head: slope * (key position - query position) is added (arXiv:2108.12409).
+    key_dim:         q is zero from this column on, so a kernel may leave these columns of the keys out. It changes no
+                     result. None: q has no such columns, or the caller does not know them.
     implementation:  None: the best one for device and shape. "reference" is plain and gathers every key. "xla" is an
                      online softmax over fixed blocks of keys, with static loops. "xla_loop" is the same for CPU, with
                      loops that end at the longest row. "triton" are kernels for NVIDIA, "triton_small" the same with
@@ -132,6 +135,8 @@ def paged_attention(
         sliding_window = expect_static("sliding_window", sliding_window, 1)
     if logit_softcap is not None:
         logit_softcap = expect_number("logit_softcap", logit_softcap, above=0.0)
+    if key_dim is not None and expect_static("key_dim", key_dim, 1) > pages.head_dim:
+        raise ValueError(f"key_dim={key_dim}: must be at most {pages.head_dim}, the width of q and of the pages")
     if q.shape[1] % pages.num_kv_heads or q.shape[2] != pages.head_dim or not q.shape[1]:
         raise ValueError(
             f"q {q.shape}: must be [tokens, q_heads, head_dim] with a multiple of {pages.num_kv_heads} heads of width "
@@ -164,6 +169,6 @@ def paged_attention(
     call = AttentionCall(
         q, pages, *(a.astype(jnp.int32) for a in (block_tables, context_lens, query_start_loc)),
         scale=scale, max_query_len=max_query_len, sliding_window=sliding_window, logit_softcap=logit_softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes,
+        sinks=sinks, alibi_slopes=alibi_slopes, key_dim=key_dim,
     )  # fmt: skip
     return attend(call)

@@ -13,7 +13,7 @@ from pallas_kernels.kv_pages import KVPages
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["q", "pages", "block_tables", "context_lens", "query_start_loc", "sinks", "alibi_slopes"],
-    meta_fields=["scale", "max_query_len", "sliding_window", "logit_softcap"],
+    meta_fields=["scale", "max_query_len", "sliding_window", "logit_softcap", "key_dim"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
@@ -30,6 +30,7 @@ class AttentionCall:
     logit_softcap: float | None = None
     sinks: Float[Array, " q_heads"] | None = None
     alibi_slopes: Float[Array, " q_heads"] | None = None
+    key_dim: int | None = None
 
     @property
     def q_per_kv(self) -> int:

@@ -35,6 +35,7 @@ from pallas_kernels.paged_attention.tiles import (
     row_of_token,
     values_of_tiles,
 )
+from pallas_kernels.write_kv.mosaic_tpu import PagePart
 from pallas_kernels.write_kv.mosaic_tpu import refuse as refuse_pages
 
 Ref = Any  # an array inside a kernel
@@ -105,6 +106,7 @@ def paged_attention(call: AttentionCall, *, interpret: Any = False) -> Float[Arr
 
     # --- the kernel ----------------------------------------------------------------------------------------------
     heads, tiles = problem.heads, tile_row.shape[0]
+    part = PagePart.of(pages, heads)
 
     def table_spec(later: int) -> pl.BlockSpec:
         """The block table of the tile that runs `later` programs after this one."""
@@ -134,7 +136,7 @@ def paged_attention(call: AttentionCall, *, interpret: Any = False) -> Float[Arr
     tables = call.block_tables[:, None]  # [rows, 1, width]: one row is a whole block of memory
     state = pltpu.VMEM((heads, rows, 1), jnp.float32)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    data, page_scales, scales_spec, scales_buffer = _in_hbm(pages.data, interpret), [], [], []
+    data, page_scales, scales_spec, scales_buffer = _in_hbm(part.data, interpret), [], [], []
     if problem.scales == "token":
         page_scales, scales_spec = [_in_hbm(pages.scales, interpret)], [hbm]
         scales_buffer = [pltpu.VMEM((2, 2, problem.step_pages, kv_heads, pages.block_size), pages.scales.dtype)]
@@ -142,7 +144,7 @@ def paged_attention(call: AttentionCall, *, interpret: Any = False) -> Float[Arr
         page_scales = [pages.scales[..., None, None]]
         scales_spec = [pl.BlockSpec((2, heads, 1, 1), lambda h, *_: (0, h, 0, 0))]
     result = pl.pallas_call(
-        functools.partial(_kernel, problem=problem),
+        functools.partial(_kernel, problem=problem, part=part.without_data()),
         jax.ShapeDtypeStruct(out_shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
@@ -152,7 +154,7 @@ def paged_attention(call: AttentionCall, *, interpret: Any = False) -> Float[Arr
             ],
             out_specs=out_spec,
             scratch_shapes=[
-                pltpu.VMEM((2, 2, heads, problem.step_pages, pages.block_size, head_dim), pages.dtype),
+                pltpu.VMEM((2, 2, part.rows, problem.step_pages, pages.block_size, part.width), pages.dtype),
                 pltpu.VMEM((heads, rows, head_dim), q.dtype),
                 pltpu.VMEM((heads, rows, head_dim), jnp.float32), state, state,
                 pltpu.SMEM((2,), jnp.int32), pltpu.SemaphoreType.DMA((2,)),
@@ -217,14 +219,15 @@ def _heads(kv_heads: int, rows: int, head_dim: int, pages: KVPages, dtype: Any) 
 
 def _kernel(
     _used: Ref, _row: Ref, begin_ref: Ref, end_ref: Ref, _token: Ref, table_ref: Ref, next_table_ref: Ref,
-    tile_ref: Ref, data_ref: Ref, *rest: Ref, problem: _Problem,
+    tile_ref: Ref, data_ref: Ref, *rest: Ref, problem: _Problem, part: PagePart,
 ) -> None:  # fmt: skip
     """One tile and `problem.heads` KV heads.
 
     begin_ref, end_ref: [tiles] position of the first query; number of keys that the last query sees, 0 = empty tile.
     tile_ref, out_ref:  queries and results: of one token [1, heads, rows, head_dim], of more [..., tile, q_heads of the
                         program, head_dim].
-    buffer_ref:         [2, keys and values, heads, pages, block_size, head_dim]; steps alternate between the halves.
+    buffer_ref:         [2, keys and values, part.rows, pages, block_size, part.width], which are the heads and their
+                        numbers in another shape if pages are parts of larger ones; steps alternate between the halves.
     turn_ref:           [half of the tile's first step, 1 if the previous program has started to fetch it].
     rest:               scales of 8-bit pages (int8: those of all pages; fp8: [2, heads, 1, 1]), sinks, slopes, result,
                         scratch. For int8 the last is a buffer for scales: [2, keys and values, pages, KV heads,
@@ -257,7 +260,10 @@ def _kernel(
 
         def start(page: Array, index: Array) -> None:
             block = table_ref[0, 0, page]
-            source = data_ref.at[block, :, pl.ds(head_block * problem.heads, problem.heads)]
+            page, row, column = part.place(block, head_block)
+            source = data_ref.at[page, :, pl.ds(row * part.rows, part.rows)]
+            if part.width < data_ref.shape[4]:
+                source = source.at[..., pl.ds(pl.multiple_of(column * part.width, LANES), part.width)]
             pltpu.make_async_copy(source, buffer_ref.at[half, :, :, index], arrived.at[half]).start()
             if scales_buffer_ref is not None:
                 target = scales_buffer_ref.at[half, :, index]
@@ -269,7 +275,7 @@ def _kernel(
         """Wait for the copies that `fetch` started."""
 
         def end(_: Array, index: Array) -> None:
-            source = data_ref.at[0, :, pl.ds(0, problem.heads)]  # only its size matters
+            source = data_ref.at[0, :, pl.ds(0, part.rows), :, pl.ds(0, part.width)]  # only its size matters
             pltpu.make_async_copy(source, buffer_ref.at[half, :, :, index], arrived.at[half]).wait()
             if scales_buffer_ref is not None:
                 target = scales_buffer_ref.at[half, :, index]
@@ -380,14 +386,14 @@ def _attend(
             values, number, wide = pages_ref[1], pages_ref.dtype, jnp.float32
             if number == FP8:  # its bytes: 273 instructions for 256 keys of 8 heads on a v5e, instead of 1,247
                 values, number, wide = lax.bitcast_convert_type(values, jnp.int8), INT8, jnp.int32
-            values = values.astype(wide).reshape(heads, size, head_dim)
+            values = values.astype(wide).reshape(values.shape[0], size, values.shape[-1])
             key_position = position + lax.broadcasted_iota(jnp.int32, values.shape, 1)
             values = jnp.where((key_position >= low) & (key_position < end), values, 0)
             values = values.reshape(pages_ref.shape[1:]).astype(number)
             pages_ref[1] = lax.bitcast_convert_type(values, FP8) if pages_ref.dtype == FP8 else values
 
     q = q_ref[...]
-    key, value = (pages_ref[i].reshape(heads, size, head_dim).astype(q.dtype) for i in range(2))
+    key, value = (_in_heads(pages_ref[i], heads, size, head_dim).astype(q.dtype) for i in range(2))
     key_scale, value_scale = (None, None) if scales is None else scales
     scores = _product("hqd,hkd->hqk", q, key)
     scores *= problem.scale if key_scale is None else key_scale * problem.scale
@@ -414,6 +420,22 @@ def _attend(
         weights *= jnp.where((key_position >= low) & (key_position < end), value_scale, 0.0)
     sum_ref[...] = sum_ref[...] * shrink + _product("hqk,hkd->hqd", weights.astype(q.dtype), value)
     top_ref[...] = new_top
+
+
+def _in_heads(pages: Array, heads: int, size: int, head_dim: int) -> Array:
+    """Keys or values of a step as [heads, size, head_dim], from [rows, pages, block_size, width].
+
+    A head is a whole row, some columns of a row, or several rows.
+    """
+    rows, width = pages.shape[0], pages.shape[-1]
+    pages = pages.reshape(rows, size, width)
+    if width == head_dim:
+        return pages
+    if width > head_dim:
+        pieces = [pages[:, :, i : i + head_dim] for i in range(0, width, head_dim)]
+        return jnp.stack(pieces, axis=1).reshape(heads, size, head_dim)
+    each = head_dim // width
+    return jnp.stack([jnp.concatenate([pages[h * each + i] for i in range(each)], axis=-1) for h in range(heads)])
 
 
 def _product(pattern: str, a: Array, b: Array) -> Array:

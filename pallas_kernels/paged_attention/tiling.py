@@ -12,6 +12,8 @@ from typing import Any
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.platforms import default_device, has_small_blocks, is_a100
 
+# Widest heads: Hopper's shared memory has room for 128 queries, and for two tiles of keys and values
+MOST_IN_SHARED = 640
 FILE = pathlib.Path(__file__).with_name("tuning.json")
 
 
@@ -32,6 +34,8 @@ class Tiling:
     decode_stages: int = 5
     prefill_warps: int = 4
     prefill_stages: int = 5
+    decode_v_parts: int = 1   # programs that share the values of a head, each with all of its keys
+    prefill_v_parts: int = 1
     prefill_kernel: str = "triton"  # or "mosaic_gpu", which has its own sizes; see `usable_implementations`
 
     def max_splits(self, kv_heads: int) -> int:
@@ -54,7 +58,7 @@ class Tiling:
 
     @classmethod
     def by_rule(
-        cls, head_dim: int, itemsize: int, *, small_blocks: bool = False, a100: bool = False
+        cls, head_dim: int, itemsize: int, *, q_per_kv: int = 1, small_blocks: bool = False, a100: bool = False
     ) -> "Tiling":
         """The rule for shapes that were not tuned. itemsize: bytes of a number in the matmuls.
 
@@ -69,6 +73,8 @@ class Tiling:
         multiprocessor's shared memory (228 KiB on Hopper). float32 matmuls run without tensor cores: their tiles are
         small enough to spill no registers.
         """
+        if head_dim > 256:
+            return cls._wide(head_dim, itemsize, q_per_kv=q_per_kv, less_memory=small_blocks or a100)
         if itemsize == 4:
             return cls(16, 32, 16, prefill_warps=8, prefill_stages=2)
         stages = 2 if small_blocks else 5
@@ -79,17 +85,54 @@ class Tiling:
         return cls(64, 128, 64, prefill_warps=8, prefill_stages=stages)
 
     @classmethod
+    def _wide(cls, head_dim: int, itemsize: int, *, q_per_kv: int, less_memory: bool) -> "Tiling":
+        """The rule for heads of more than 256 numbers: Gemma 4's 512, and latent vectors of 576 with values of 512.
+
+        The output of 128 query rows and 512 columns would fill a multiprocessor's registers. So two programs share the
+        columns of the values, and both compute all scores. Tiles of fewer query rows would read keys and values more
+        often than the L2 cache of an H200 delivers them. A decode of up to 32 query heads has all columns in one task.
+
+        Results of splits have q_per_kv * v_dim float32 numbers a row: 256 KiB for the 128 heads of a DeepSeek-V3. So
+        more query heads have fewer and longer splits.
+        """
+        if itemsize == 4:
+            return cls(
+                16, 16, 16, decode_programs=1, decode_stages=2, decode_v_parts=2, prefill_warps=8, prefill_stages=1,
+                prefill_v_parts=2,
+            )  # fmt: skip
+        rows = max(16, 1 << (q_per_kv - 1).bit_length())
+        tiling = cls(16, 128, 16, decode_programs=2, prefill_warps=8, prefill_stages=3, prefill_v_parts=2)
+        if rows > 32:
+            tiling = dataclasses.replace(
+                tiling, decode_programs=1, decode_warps=8 if rows > 64 else 4, decode_stages=3, decode_v_parts=2,
+                min_split_keys=1024, row_tasks=2048 // rows,
+            )  # fmt: skip
+        elif rows > 16:
+            tiling = dataclasses.replace(tiling, decode_stages=3)
+        if less_memory or head_dim > MOST_IN_SHARED:
+            return dataclasses.replace(
+                tiling, prefill_rows=32, prefill_warps=4, prefill_stages=2, prefill_v_parts=1, decode_stages=1
+            )
+        if head_dim <= 512:
+            return dataclasses.replace(tiling, prefill_keys=32, prefill_stages=2)
+        return tiling
+
+    @classmethod
     def small(cls) -> "Tiling":
         """Sizes that need the least of a device: the smallest matmuls, one split for each row, no copies in flight."""
         return cls(16, 16, 16, min_split_keys=2**30, decode_stages=1, prefill_stages=1)
 
     @classmethod
-    def choose(cls, q: Any, pages: KVPages) -> "Tiling":
-        """The measured tiling for JAX's default device, or the rule. q, pages: arrays or ShapeDtypeStructs."""
+    def choose(cls, q: Any, pages: KVPages, key_dim: int | None = None) -> "Tiling":
+        """The measured tiling for JAX's default device, or the rule.
+
+        q, pages: arrays or ShapeDtypeStructs. key_dim: of `paged_attention`.
+        """
         measured = cls.measured(default_device().device_kind, q, pages)
         return measured or cls.by_rule(
-            pages.head_dim, q.dtype.itemsize, small_blocks=has_small_blocks(), a100=is_a100()
-        )
+            key_dim or pages.head_dim, q.dtype.itemsize, q_per_kv=q.shape[1] // pages.num_kv_heads,
+            small_blocks=has_small_blocks(), a100=is_a100(),
+        )  # fmt: skip
 
     @classmethod
     def measured(cls, device_kind: str, q: Any, pages: KVPages) -> "Tiling | None":

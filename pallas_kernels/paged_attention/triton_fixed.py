@@ -40,6 +40,7 @@ from pallas_kernels.paged_attention.triton_keys import (
     divide,
     divide_up,
     exp2,
+    load_queries,
     start,
 )
 from pallas_kernels.platforms import has_small_blocks
@@ -68,6 +69,8 @@ def refuse(device: Any, q: Any, pages: KVPages, block_tables: Any, max_query_len
         return "queries of float32: its matmuls have 16-bit inputs"
     if q.shape[1] // pages.num_kv_heads > ROWS:
         return f"{q.shape[1] // pages.num_kv_heads} query heads per KV head: a tile has {ROWS} query rows"
+    if q.shape[2] > 256 or pages.v_dim is not None:
+        return f"head_dim {q.shape[2]}, or latent pages: it takes heads of up to 256 with keys and values"
     return triton.refuse(device, q, pages, block_tables, max_query_len)
 
 
@@ -120,20 +123,20 @@ def _query_rows(problem: Problem, head: Array, tile_tokens: int) -> tuple[Array,
 
 
 def _sum_of_split(
-    problem: Problem, given: Given, queries: tuple[Array, Array], query_head: Array, row: Array, head: Array,
-    begin: Array, end: Array,
+    problem: Problem, given: Given, queries: tuple[tuple[Array, ...], Array], query_head: Array, row: Array,
+    head: Array, begin: Array, end: Array,
 ) -> Carry:  # fmt: skip
     """Sums over the keys from begin to end, in tiles that begin at multiples of KEYS. queries: q and its positions."""
-    q, query_position = queries
+    (q, query_position), values = queries, problem.value_columns()
     slope = plgpu.load(given.slopes.at[query_head]) if problem.has_slopes else None
 
     def next_keys(i: Array, carry: Carry) -> Carry:
         position = i * KEYS + jnp.arange(KEYS)
         # blocks before the window may be freed, and have invalid entries in the block table
         valid = (position >= begin) & (position < end)
-        return attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid)
+        return attend_keys(problem, given, carry, q, slope, query_position, row, head, position, valid, values)
 
-    return lax.fori_loop(divide(begin, KEYS), divide_up(end, KEYS), next_keys, start(q.shape[0], problem.width))
+    return lax.fori_loop(divide(begin, KEYS), divide_up(end, KEYS), next_keys, start(ROWS, values.width))
 
 
 def _window_begin(problem: Problem, query_position: Array) -> Array:
@@ -141,13 +144,6 @@ def _window_begin(problem: Problem, query_position: Array) -> Array:
     if problem.window is None:
         return jnp.zeros_like(query_position)
     return jnp.maximum(query_position - (problem.window - 1), 0)
-
-
-def _load_queries(problem: Problem, given: Given, index: Array, query_head: Array, real: Array) -> tuple[Array, Array]:
-    """q of query rows, [rows, width], and its mask. index: tokens."""
-    column = jnp.arange(problem.width)[None, :]
-    mask = real[:, None] & (column < problem.head_dim)
-    return plgpu.load(given.q.at[index[:, None], query_head[:, None], column], mask=mask, other=0.0), mask
 
 
 def _chunks(problem: Problem, given: Given) -> Array:
@@ -176,7 +172,7 @@ def _chunk_kernel(tile_row_ref: Ref, tile_first_ref: Ref, *refs: Ref, problem: P
         token = tile_first_ref[tile] + in_tile
         real = is_head & (token < count)
         index = first + jnp.minimum(token, count - 1)
-        q, mask = _load_queries(problem, given, index, query_head, real)
+        q = load_queries(problem, given, index, query_head, real)
         first_query = length - count + tile_first_ref[tile]
         begin, end = _window_begin(problem, first_query), jnp.minimum(first_query + tile_tokens, length)
         queries = q, length - count + token
@@ -186,11 +182,13 @@ def _chunk_kernel(tile_row_ref: Ref, tile_first_ref: Ref, *refs: Ref, problem: P
             split = _sum_of_split(problem, given, queries, query_head, row, head, *bounds)
             return combine(problem, carry, split)
 
-        carry = start(q.shape[0], problem.width)
+        values = problem.value_columns()
+        carry = start(ROWS, values.width)
         carry = lax.fori_loop(divide(begin, size), divide_up(end, size), next_split, carry)
         target = jnp.where(real, index, out_ref.shape[0])
         out = _finish(problem, given, carry, query_head).astype(out_ref.dtype)
-        column = jnp.arange(problem.width)[None, :]
+        column = values.columns[None, :]
+        mask = real[:, None] & (column < values.end)
         plgpu.store(out_ref.at[target[:, None], query_head[:, None], column], out, mask=mask)
 
     pl.when(row >= 0)(attend)
@@ -235,13 +233,15 @@ def _split_kernel(*refs: Ref, problem: Problem) -> None:
     def attend() -> None:
         in_tile, query_head, is_head = _query_rows(problem, head, 1)
         length = given.lens[row]
-        q, mask = _load_queries(problem, given, jnp.full(in_tile.shape, given.starts[row]), query_head, is_head)
+        q = load_queries(problem, given, jnp.full(in_tile.shape, given.starts[row]), query_head, is_head)
         split = first_split + part
         bounds = jnp.maximum(split * size, begin), jnp.minimum((split + 1) * size, length)
         queries = q, length - 1 + in_tile  # rows of padding are later tokens, as in a chunk
         out, top, total = _sum_of_split(problem, given, queries, query_head, row, head, *bounds)
         target = jnp.where(is_head, query_head, given.q.shape[1])
-        column = jnp.arange(problem.width)[None, :]
+        columns = problem.value_columns()
+        column = columns.columns[None, :]
+        mask = is_head[:, None] & (column < columns.end)
         plgpu.store(out_ref.at[part, row, target[:, None], column], out, mask=mask)
         plgpu.store(top_ref.at[part, row, target], top, mask=is_head)
         plgpu.store(total_ref.at[part, row, target], total, mask=is_head)
@@ -256,9 +256,10 @@ def _merge_kernel(out_parts: Ref, top_parts: Ref, total_parts: Ref, *refs: Ref, 
     _, _, splits = _splits_of_row(problem, given, row)
 
     def merge() -> None:
-        in_tile, query_head, is_head = _query_rows(problem, head, 1)
-        column = jnp.arange(problem.width)[None, :]
-        mask = is_head[:, None] & (column < problem.head_dim)
+        _, query_head, is_head = _query_rows(problem, head, 1)
+        columns = problem.value_columns()
+        column = columns.columns[None, :]
+        mask = is_head[:, None] & (column < columns.end)
 
         def next_split(part: Array, carry: Carry) -> Carry:
             split = (
@@ -268,7 +269,7 @@ def _merge_kernel(out_parts: Ref, top_parts: Ref, total_parts: Ref, *refs: Ref, 
             )
             return combine(problem, carry, split)
 
-        carry = lax.fori_loop(0, splits, next_split, start(in_tile.shape[0], problem.width))
+        carry = lax.fori_loop(0, splits, next_split, start(ROWS, columns.width))
         out = _finish(problem, given, carry, query_head).astype(out_ref.dtype)
         target = jnp.where(is_head, query_head, out_ref.shape[1])
         plgpu.store(out_ref.at[given.starts[row], target[:, None], column], out, mask=mask)

@@ -5,6 +5,7 @@ exponent. In the plain case it is scale * log2(e), and costs nothing, because it
 """
 
 import dataclasses
+import functools
 import math
 import struct
 from typing import Any, NamedTuple
@@ -22,7 +23,26 @@ from pallas_kernels.paged_attention.tiling import Tiling
 Ref = Any  # an array inside a kernel, addressed by `.at`
 MASKED = -1e30  # finite: -inf - -inf would be NaN
 LOG2E = math.log2(math.e)
+WIDE = 512  # heads with more numbers are multiplied in pieces
 SMALLEST_UNIT = 1e-20  # times MASKED: an exponent of -1e10
+
+
+class Columns(NamedTuple):
+    """Neighbouring numbers of a head, as a kernel loads them: `width` columns. Those from `end` on are zero."""
+
+    first: Any  # a multiple of `width`
+    width: int  # a power of two
+    end: int
+
+    @property
+    def columns(self) -> Array:
+        """int32[width]: the numbers of the columns."""
+        return self.first + jnp.arange(self.width)
+
+    @property
+    def padded(self) -> bool:
+        """True if there may be columns from `end` on."""
+        return self.end % self.width != 0
 
 
 class Given(NamedTuple):
@@ -43,7 +63,10 @@ class Problem(StaticParameters):
     """Static parameters of a call to these kernels."""
 
     kv_heads: int
+    key_dim: int     # columns of q and of the keys that are multiplied
     table_keys: int  # most keys of a row: the width of the block tables
+    v_dim: int       # width of a head's values
+    latent: bool     # values are the first `v_dim` numbers of the keys
     scales: str  # of the pages: "none", "token" (int8) or "head" (fp8)
     tiling: Tiling
     interpret: bool
@@ -58,9 +81,27 @@ class Problem(StaticParameters):
         return self.scale * LOG2E if plain else 1.0
 
     @property
-    def width(self) -> int:
-        """head_dim, padded to a width that the matmuls accept."""
-        return max(16, pl.next_power_of_2(self.head_dim))
+    def key_columns(self) -> tuple[Columns, ...]:
+        """Columns of queries and keys, in pieces whose products are added. Only heads wider than WIDE have several."""
+        if self.key_dim <= WIDE:
+            return (Columns(0, _padded(self.key_dim), self.key_dim),)
+        pieces, first = [], 0
+        while first < self.key_dim:
+            left = self.key_dim - first
+            width = min(WIDE, max(16, 1 << (left.bit_length() - 1)))
+            pieces.append(Columns(first, width, first + min(width, left)))
+            first += width
+        return tuple(pieces)
+
+    def value_columns(self, part: Any = 0, parts: int = 1) -> Columns:
+        """Columns of values and results that a program computes: those of one of `parts` parts."""
+        width = _padded(-(-self.v_dim // parts))
+        return Columns(part * width, width, self.v_dim)
+
+
+def _padded(width: int) -> int:
+    """The smallest width of at least `width` that the matmuls accept."""
+    return max(16, pl.next_power_of_2(width))
 
 
 def divide(x: Any, n: int) -> Any:
@@ -108,56 +149,83 @@ def start(rows: int, width: int) -> Carry:
     )
 
 
+def load_queries(
+    problem: Problem, given: Given, index: Array, query_head: Array, real: Array
+) -> tuple[Array, ...]:
+    """Query rows [rows, width] for each of `key_columns`. index: their tokens. real: rows that are not padding."""
+
+    def load(columns: Columns) -> Array:
+        column = columns.columns[None, :]
+        mask = real[:, None] & (column < columns.end)
+        return plgpu.load(given.q.at[index[:, None], query_head[:, None], column], mask=mask, other=0.0)
+
+    return tuple(load(columns) for columns in problem.key_columns)
+
+
 def _load_page(
-    problem: Problem, given: Given, which: int, blocks: Array, head: Array, offset: Array, valid: Array | None
-) -> tuple[Array, Array | None]:
-    """Keys (which=0) or values (which=1) of one KV head, [keys, width], and their scales, [keys] or a scalar.
+    given: Given, which: int, blocks: Array, head: Array, offset: Array, valid: Array | None, columns: Columns
+) -> Array:
+    """Keys (which=0) or values (which=1) of one KV head, [keys, width].
 
     blocks, offset: block of each key, and its offset in the block. valid: keys to read, others are zeros; None: all.
     """
-    column = jnp.arange(problem.width)[None, :]
-    mask = None if problem.width == problem.head_dim else column < problem.head_dim
+    column = columns.columns[None, :]
+    mask = column < columns.end if columns.padded else None
     if valid is not None:
         mask = valid[:, None] if mask is None else valid[:, None] & mask
     # without a mask there is nothing to fill in
-    page = plgpu.load(
+    return plgpu.load(
         given.data.at[blocks[:, None], which, head, offset[:, None], column],
         mask=mask, other=None if mask is None else 0.0,
     )  # fmt: skip
+
+
+def _load_scale(
+    problem: Problem, given: Given, which: int, blocks: Array, head: Array, offset: Array, valid: Array | None
+) -> Array | None:
+    """Scales of keys or values, [keys] or a scalar. Arguments as in `_load_page`."""
     match problem.scales:
         case "token":
             scale = plgpu.load(
                 given.scales.at[blocks, which, head, offset], mask=valid, other=None if valid is None else 0.0
             )
-            return page, scale.astype(jnp.float32)
+            return scale.astype(jnp.float32)
         case "head":
-            return page, given.scales[which, head]
-    return page, None
+            return given.scales[which, head]
+    return None
 
 
 def attend_keys(
     problem: Problem,
     given: Given,
     carry: Carry,
-    q: Array,
+    q: tuple[Array, ...],
     slope: Array | None,
     query_position: Array,
     row: Array,
     head: Array,
     position: Array,
     valid: Array | None,
+    values: Columns,
 ) -> Carry:
     """Online softmax (Milakov & Gimelshein 2018): `carry` after the row's keys at the given positions.
 
-    valid: keys that exist; None: all do, and every query sees all of them, so nothing is masked.
+    q:      from `load_queries`.
+    valid:  keys that exist; None: all do, and every query sees all of them, so nothing is masked.
+    values: columns of the output.
     """
     out, top, total = carry
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    dtype = q[0].dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     entry = divide(position, problem.block_size)
     blocks = plgpu.load(given.tables.at[row, entry], mask=valid, other=None if valid is None else 0)
     offset = position - entry * problem.block_size
-    key, key_scale = _load_page(problem, given, 0, blocks, head, offset, valid)
-    scores = plgpu.dot(q, key.astype(q.dtype).T, precision=precision)
+    key_scale = _load_scale(problem, given, 0, blocks, head, offset, valid)
+    keys = (_load_page(given, 0, blocks, head, offset, valid, columns) for columns in problem.key_columns)
+    products = (
+        plgpu.dot(part, key.astype(dtype).T, precision=precision) for part, key in zip(q, keys, strict=True)
+    )
+    scores = functools.reduce(jnp.add, products)
     if key_scale is not None:
         scores *= key_scale[None, :] if key_scale.ndim else key_scale
     if problem.softcap is None:
@@ -178,8 +246,9 @@ def attend_keys(
     weights = exp2(problem, scores, factor=problem.unit, offset=(-problem.unit * base)[:, None])
     shrink = exp2(problem, top - base, factor=problem.unit)
     total = total * shrink + weights.sum(axis=1)
-    value, value_scale = _load_page(problem, given, 1, blocks, head, offset, valid)
+    value_scale = _load_scale(problem, given, 1, blocks, head, offset, valid)
+    value = _load_page(given, 0 if problem.latent else 1, blocks, head, offset, valid, values)
     if value_scale is not None:
         weights *= value_scale[None, :] if value_scale.ndim else value_scale
-    out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), value.astype(q.dtype), precision=precision)
+    out = out * shrink[:, None] + plgpu.dot(weights.astype(dtype), value.astype(dtype), precision=precision)
     return out, new_top, total

@@ -9,6 +9,7 @@ int8 pages: the kernel computes the scales as well, and writes them into the pag
 run one after the other, and share the page's scales in VMEM.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -41,6 +42,48 @@ def refuse(device: Any, pages: KVPages) -> str | None:
     return refuse_tpu(device)
 
 
+@dataclasses.dataclass(frozen=True)
+class PagePart:
+    """The part of a stored page that some KV heads of a block have, as rows of heads and columns.
+
+    For `KVPages.in_shape`: a TPU stores pages in tiles of several tokens, so a page of smaller layers is not contiguous
+    memory. Here it has some of each token's numbers, in the order of heads: whole rows of heads, or columns of one. All
+    kernels of an engine must agree on this; `KVPages.data` in XLA operations has another order.
+    """
+
+    data: Any   # [num_blocks, 2, heads, block_size, width], as stored
+    rows: int   # heads of the part, as stored
+    width: int  # columns of the part
+    parts: int  # parts of a stored page
+    of_block: int  # parts of a block
+
+    @classmethod
+    def of(cls, pages: KVPages, heads: int) -> "PagePart":
+        """The parts of `heads` KV heads. Raises ValueError if they are no rectangle of whole registers."""
+        data = pages.data if pages.whole is None else pages.whole
+        stored, width = data.shape[2], data.shape[4]
+        numbers = heads * pages.head_dim
+        rows, columns = max(1, numbers // width), min(width, numbers)
+        if rows * columns != numbers or stored % rows or width % columns or (columns < width and columns % 128):
+            raise ValueError(
+                f"pages of {pages.num_kv_heads} heads of {pages.head_dim}, stored as {stored} heads of {width}: the "
+                "parts must be whole heads, or columns in multiples of 128"
+            )
+        return cls(data, rows, columns, stored * width // numbers, pages.num_kv_heads // heads)
+
+    def without_data(self) -> "PagePart":
+        """The same with the shape of the data, for a kernel."""
+        return dataclasses.replace(self, data=jax.ShapeDtypeStruct(self.data.shape, self.data.dtype))
+
+    def place(self, block: Any, index: Any) -> tuple[Any, Any, Any]:
+        """Page, row and column of a part, each row and column counted in parts. index: of the part in its block."""
+        page, inside, columns = block, index, self.data.shape[4] // self.width
+        if self.parts > self.of_block:
+            part = block * self.of_block + index
+            page, inside = lax.div(part, self.parts), lax.rem(part, self.parts)
+        return (page, inside, 0) if columns == 1 else (page, lax.div(inside, columns), lax.rem(inside, columns))
+
+
 def write_kv(
     pages: KVPages,
     k: Float[Array, "tokens kv_heads head_dim"],
@@ -53,11 +96,12 @@ def write_kv(
 
     interpret: True to run the kernel in XLA operations, on any platform; `pltpu.InterpretParams` to check its DMAs.
     """
-    data, tokens = pages.data, k.shape[0]
-    num_blocks, _, heads, block_size, head_dim = data.shape
+    tokens, block_size = k.shape[0], pages.block_size
+    part = PagePart.of(pages, pages.num_kv_heads)
+    data, heads, head_dim = part.data, part.rows, part.width
     size = _SLAB[data.dtype.itemsize]
     # --- tokens of each slab: the same for all layers of a step, so XLA computes this once ------------------------
-    past_end = num_blocks * block_size  # slot of padding
+    past_end = pages.num_blocks * block_size  # slot of padding
     slots = jnp.where((slot_mapping < 0) | (slot_mapping > past_end), past_end, slot_mapping).astype(jnp.int32)
     order = jnp.argsort(slots)
     slots = slots[order]
@@ -67,7 +111,7 @@ def write_kv(
     # first token of each slab, in order; then the number of tokens that are written
     starts = jnp.sort(jnp.where(is_first, jnp.arange(tokens, dtype=jnp.int32), used))
     starts = jnp.append(starts, used)
-    new = jnp.stack([k, v], axis=1)
+    new = jnp.stack([k, v], axis=1).reshape(tokens, 2, heads, head_dim)
     if pages.dtype == FP8:  # as bytes, which the kernel moves: a v5e has no instructions for fp8
         new = lax.bitcast_convert_type(to_fp8(new, pages.scales[..., None]), jnp.int8).astype(jnp.bfloat16)
     elif pages.dtype != INT8:
@@ -80,7 +124,8 @@ def write_kv(
 
     def slab_of(i: Array, slots: Ref, starts: Ref) -> tuple[Array, int, int, Array, int]:
         slot = slot_of(i, slots, starts)
-        return lax.div(slot, block_size), 0, 0, lax.div(lax.rem(slot, block_size), size), 0
+        page, row, column = part.place(lax.div(slot, block_size), 0)
+        return page, 0, row, lax.div(lax.rem(slot, block_size), size), column
 
     in_place = [data]
     specs = [pl.BlockSpec((1, 2, heads, size, head_dim), slab_of)]
@@ -113,6 +158,8 @@ def write_kv(
         interpret=interpret,
         name="write_kv_tpu",
     )(slots, starts, new, *in_place)
+    if pages.whole is not None:
+        return pages.with_data(written[0])
     return KVPages(written[0], written[1] if pages.dtype == INT8 else pages.scales)
 
 

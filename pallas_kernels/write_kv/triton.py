@@ -24,8 +24,6 @@ TILE_TOKENS = 16  # per program: enough bytes to hide its launch, and enough pro
 def refuse(device: Any, pages: KVPages) -> str | None:
     """Reason why the kernels cannot take pages on a jax Device; None if they can."""
     capability = nvidia_capability(device)
-    if pages.v_dim is not None:
-        return "latent pages need 'xla'"
     if pages.dtype == FP8 and capability and capability < (8, 9):
         return f"pages of {FP8} need compute capability 8.9 (Ada) or newer"
     return refuse_triton(device)
@@ -40,23 +38,23 @@ def write_kv(
     interpret: bool = False,
 ) -> KVPages:
     """See `pallas_kernels.write_kv`. interpret: run the kernel in XLA operations, on any platform."""
-    assert v is not None  # `refuse` rejects latent pages
+    new = (k,) if v is None else (k, v)
     _, written = call_with_pages(
-        _kernel, "write_kv", pages, (slot_mapping, k, v), grid=(-(-k.shape[0] // TILE_TOKENS), pages.num_kv_heads),
+        _kernel, "write_kv", pages, (slot_mapping, *new), grid=(-(-k.shape[0] // TILE_TOKENS), pages.num_kv_heads),
         interpret=interpret,
     )  # fmt: skip
     return written
 
 
-def _kernel(slots_ref: Ref, k_ref: Ref, v_ref: Ref, *, writer: "PageWriter") -> None:
-    tokens = k_ref.shape[0]
+def _kernel(slots_ref: Ref, *new: Ref, writer: "PageWriter") -> None:
+    tokens, _, head_dim = new[0].shape
     token, head = pl.program_id(0) * TILE_TOKENS + jnp.arange(TILE_TOKENS), pl.program_id(1)
     slot = plgpu.load(slots_ref.at[token], mask=token < tokens, other=-1)
-    column = jnp.arange(pl.next_power_of_2(k_ref.shape[2]))
-    mask = (slot >= 0)[:, None] & (column < k_ref.shape[2])
-    for which, ref in enumerate((k_ref, v_ref)):
+    column = jnp.arange(pl.next_power_of_2(head_dim))
+    mask = (slot >= 0)[:, None] & (column < head_dim)
+    for which, ref in enumerate(new):
         rows = plgpu.load(ref.at[token[:, None], head, column[None, :]], mask=mask, other=0.0)
-        writer.store(which, head, slot, [Piece(rows, column, k_ref.shape[2])])
+        writer.store(which, head, slot, [Piece(rows, column, head_dim)])
 
 
 # --- shared by the kernels that write pages ---------------------------------------------------------------------------

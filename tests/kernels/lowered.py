@@ -9,7 +9,8 @@ import numpy as np
 from pallas_kernels import KVPages, gated_dot, paged_attention, write_kv, write_qkv
 
 ROWS, TOKENS, WIDTH, NUM_BLOCKS = 4, 64, 128, 1024
-HEADS = {"gqa": (32, 8), "mha": (4, 4), "gqa-7": (14, 2), "mqa": (8, 1), "mqa-20": (20, 1), "mha-32": (32, 32)}
+HEADS = {"gqa": (32, 8), "mha": (4, 4), "gqa-7": (14, 2), "mqa": (8, 1), "mqa-20": (20, 1), "mha-32": (32, 32),
+         "gemma-4": (16, 2), "latent": (128, 1), "latent-64": (64, 1)}  # fmt: skip
 
 # name: heads, head_dim, dtype, dtype of the pages, block size, options; a tuple is the shape of an array option
 ATTENTION = {
@@ -23,6 +24,10 @@ ATTENTION = {
     "int8": ("gqa", 128, "bfloat16", "int8", 16, {}),
     "int8-float32": ("mha", 64, "float32", "int8", 32, {}),
     "fp8": ("gqa", 128, "bfloat16", "float8_e4m3fn", 16, {}),
+    "gemma-4-512": ("gemma-4", 512, "bfloat16", None, 16, {}),
+    "float32-512": ("gemma-4", 512, "float32", None, 16, {"sliding_window": 100}),
+    "deepseek-v3": ("latent", (576, 512), "bfloat16", None, 16, {}),
+    "kimi-k2": ("latent-64", (576, 512), "bfloat16", None, 16, {}),
 }
 # the same for the decode through Mosaic GPU
 HOPPER = {
@@ -39,6 +44,7 @@ TPU = {
     "gqa-7-64-sinks": ("gqa-7", 64, "bfloat16", None, 64, {"sinks": (14,)}),
     "mqa-96-alibi": ("mqa", 96, "bfloat16", None, 128, {"alibi_slopes": (8,)}),
     "mha-256": ("mha", 256, "bfloat16", None, 16, {}),
+    "gemma-4-512": ("gemma-4", 512, "bfloat16", None, 16, {}),
     "mqa-20-block-8": ("mqa-20", 64, "float32", None, 8, {"sinks": (20,), "alibi_slopes": (20,)}),
     "mha-32-in-blocks-of-heads": ("mha-32", 128, "float32", None, 128, {}),
     "float32-queries": ("gqa", 128, "float32", "bfloat16", 16, {}),
@@ -70,24 +76,40 @@ def array(shape, dtype):
 
 
 def pages_of(heads, head_dim, dtype, kv_dtype, block_size=16):
-    return KVPages.shapes(NUM_BLOCKS, block_size, HEADS[heads][1], head_dim, kv_dtype or dtype)
+    head_dim, v_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, None)
+    return KVPages.shapes(NUM_BLOCKS, block_size, HEADS[heads][1], head_dim, kv_dtype or dtype, v_dim=v_dim)
+
+
+def sparse_attention():
+    """Rows of one token over single tokens of latent pages: DeepSeek V3.2, whose pages have 128 numbers more."""
+
+    def call(q, pages, *rows):
+        return paged_attention(
+            q, pages.by_token(), *rows, scale=0.1, max_query_len=1, key_dim=576, implementation="triton"
+        )
+
+    return call, (
+        array((TOKENS, 128, 704), "bfloat16"), pages_of("latent", (704, 512), "bfloat16", None),
+        array((TOKENS, 2048), "int32"), array((TOKENS,), "int32"), array((TOKENS + 1,), "int32"),
+    )  # fmt: skip
 
 
 def attention(name, max_query_len, implementation, variants=ATTENTION):
-    """A function of arrays, and ShapeDtypeStructs as its arguments."""
+    """A function of arrays, and ShapeDtypeStructs as its arguments. A pair as head_dim: of latent pages, with v_dim."""
     heads, head_dim, dtype, kv_dtype, block_size, options = variants[name]
     tokens = ROWS if max_query_len == 1 else TOKENS
+    pages = pages_of(heads, head_dim, dtype, kv_dtype, block_size)
     names = [n for n, value in options.items() if isinstance(value, tuple)]
     fixed = {n: value for n, value in options.items() if n not in names}
 
     def call(q, pages, tables, lens, starts, *more):
         return paged_attention(
-            q, pages, tables, lens, starts, scale=head_dim**-0.5, max_query_len=max_query_len,
+            q, pages, tables, lens, starts, scale=pages.head_dim**-0.5, max_query_len=max_query_len,
             implementation=implementation, **fixed, **dict(zip(names, more, strict=True)),
         )  # fmt: skip
 
     return call, (
-        array((tokens, HEADS[heads][0], head_dim), dtype), pages_of(heads, head_dim, dtype, kv_dtype, block_size),
+        array((tokens, HEADS[heads][0], pages.head_dim), dtype), pages,
         array((ROWS, WIDTH), "int32"), array((ROWS,), "int32"), array((ROWS + 1,), "int32"),
         *(array(options[n], "float32") for n in names),
     )  # fmt: skip

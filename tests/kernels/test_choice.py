@@ -63,6 +63,13 @@ def test_self_check_detects_a_wrong_write(monkeypatch):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
 
 
+@pytest.mark.parametrize("key_dim", [pytest.param(None, marks=pytest.mark.slow), 24], ids=["dense", "sparse"])
+def test_self_check_takes_latent_pages(key_dim):
+    """Dense, and with a row for each token, whose keys are blocks of one token."""
+    options = {"head_dim": 40, "v_dim": 16, "key_dim": key_dim, "q_heads": 4, "kv_heads": 1, "dtype": jnp.float32}
+    assert 0 < self_check(implementation="triton", cases="decode", **options)["decode"] < 1e-5
+
+
 @pytest.mark.slow
 def test_self_check_detects_nan(monkeypatch):
     """Queries that a wrong write has made NaN are found, although attention is then NaN in the reference too."""
@@ -151,8 +158,10 @@ def call_shapes(head_dim=128, kv_dtype="bfloat16", v_dim=None, block_size=16):
         (("gpu", "9.0"), {}, "triton"),  # every row has one token
         (("gpu", "7.5"), {}, "xla"),
         (("gpu", "gfx942"), {}, "xla"),
-        (("gpu", "9.0"), {"head_dim": 512}, "xla"),
-        (("gpu", "9.0"), {"head_dim": 576, "v_dim": 512}, "xla"),
+        (("gpu", "9.0"), {"head_dim": 512}, "triton"),  # Gemma 4
+        (("gpu", "9.0"), {"head_dim": 520}, "xla"),
+        (("gpu", "9.0"), {"head_dim": 704, "v_dim": 512}, "triton"),  # DeepSeek V3.2
+        (("gpu", "9.0"), {"head_dim": 704, "v_dim": 520}, "xla"),
         (("gpu", "8.0"), {"kv_dtype": "int8"}, "triton"),
         (("gpu", "8.0"), {"kv_dtype": "float8_e4m3fn"}, "xla"),
         (("gpu", "8.9"), {"kv_dtype": "float8_e4m3fn"}, "triton"),
@@ -175,8 +184,9 @@ def test_device_and_shape_decide_the_implementation(device, call, name):
         ("triton", ("gpu", "gfx942"), Shape(), "for NVIDIA"),
         ("triton", ("tpu",), Shape(), "for NVIDIA"),
         ("triton", ("gpu", "8.0"), Shape(kv_dtype="float8_e4m3fn"), "8.9"),
-        ("triton", ("gpu", "9.0"), Shape(head_dim=512), "head_dim 512"),
-        ("triton", ("cpu",), Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64), "latent pages"),
+        ("triton", ("gpu", "9.0"), Shape(head_dim=520), "head_dim 520 with values of 520: it takes up to 768"),
+        ("triton", ("gpu", "8.0"), Shape(heads=128, kv_heads=1, head_dim=576, v_dim=512, dtype="bfloat16"), "170 KiB"),
+        ("triton_fixed", ("gpu", "9.0"), Shape(head_dim=512, dtype="bfloat16"), "heads of up to 256 with keys and"),
     ],
 )
 def test_an_implementation_that_refuses_says_why(monkeypatch, name, device, shape, message):

@@ -47,6 +47,10 @@ def test_machine_code_of_attention(name, tmp_path):
     decode, prefill = made["paged_decode"], made["paged_prefill"]
     assert {kernel.spilled_bytes for kernel in made.values()} == {0}
     whole = "float32" not in name  # products of float32 do not use the matrix units, and need more registers
+    if name in WIDE:
+        assert decode.resident_blocks >= WIDE[name]
+        assert_wide_prefill(prefill)
+        return
     assert decode.resident_blocks >= (3 if whole else 2)
     (loop,) = [loop for loop in decode.loops if any("LDGSTS" in i for i in loop)]
     assert any("LDGSTS" in i and ".128" in i for i in loop) or name == "int8-float32"  # rows of 64 bytes
@@ -60,6 +64,34 @@ def test_machine_code_of_attention(name, tmp_path):
         print(f"prefill: {inside} instructions a tile of 64 keys, {edge} at the edges; decode {len(loop)}")
         assert inside < 450
         assert edge < 650
+
+
+# Wide heads: decode programs of a multiprocessor
+WIDE = {"gemma-4-512": 2, "float32-512": 2, "deepseek-v3": 1, "kimi-k2": 1}
+
+
+def assert_wide_prefill(prefill):
+    """One loop, with Hopper's matrix instructions for bfloat16. The compiler does not wait for each of them."""
+    (loop,) = prefill.loops
+    matmuls = sum("HGMMA" in i for i in loop)
+    waits = sum(i.startswith("WARPGROUP.DEPBAR") for i in loop)
+    print(f"prefill: {len(loop)} instructions, {matmuls} matmuls, {waits} waits, {prefill.shared_bytes >> 10} KiB")
+    assert waits <= 2
+    assert (matmuls >= 33 and len(loop) < 700) or prefill.shared_bytes <= 96 << 10
+
+
+@with_disassembler
+def test_machine_code_of_sparse_attention(tmp_path):
+    """Single tokens are copied into shared memory in 16-byte pieces, while the tile before is multiplied."""
+    call, arguments = lowered.sparse_attention()
+    made = kernels_of(call, arguments, tmp_path)
+    (decode,) = [kernel for name, kernel in made.items() if name == "paged_decode"]
+    assert {kernel.spilled_bytes for kernel in made.values()} == {0}
+    assert "paged_decode_merge" not in made  # 64 rows fill the device without splits
+    (loop,) = decode.loops
+    assert sum("HGMMA" in i for i in loop) == 37
+    assert all(".128" in i for i in loop if "LDGSTS" in i and "BYPASS" in i)
+    assert any("LDGSTS" in i for i in loop)
 
 
 @with_disassembler

@@ -11,7 +11,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # holds whether a race was found
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import KVPages, write_kv
+from pallas_kernels import KVPages, paged_attention, write_kv
 from pallas_kernels.paged_attention import mosaic_tpu
 from pallas_kernels.write_kv import mosaic_tpu as mosaic_tpu_write
 from tests.kernels.fake_devices import device_like
@@ -23,6 +23,40 @@ pytestmark = pytest.mark.codegen
 # Rows of several steps of 256 keys with empty rows in between, where the next tile's first pages are not fetched ahead.
 MANY_STEPS = ((1, 600), (0, 0), (1, 256), (1, 1), (0, 0), (0, 0), (1, 513))
 LONG = Shape(kv_heads=4, block_size=32, tokens=0, rows=7)
+
+
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [
+        ((1, 256), (1, 128)),
+        pytest.param((4, 128), (1, 256), marks=pytest.mark.slow),
+        pytest.param((2, 256), (2, 128), marks=pytest.mark.slow),
+        pytest.param((2, 128), (1, 128), marks=pytest.mark.slow),
+    ],
+    ids=["columns", "rows", "row", "one-row"],
+)
+def test_smaller_layers_have_parts_of_pages(stored, own):
+    """Written and read in parts of larger pages: the results of pages of their own. Other parts do not change."""
+    rng, (blocks, size, tokens) = np.random.default_rng(0), (6, 8, 24)
+    whole = KVPages(jnp.full((blocks, 2, stored[0], size, stored[1]), 7.0))
+    parts = whole.in_shape(*own)
+    apart = KVPages.create(parts.num_blocks, size, *own, jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((tokens, *own)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(rng.standard_normal((1, *own)), jnp.float32)
+    tables = jnp.asarray([[7, 2, 5]], jnp.int32)
+    slots = (tables[0][:, None] * size + jnp.arange(size)).reshape(-1)
+    rows = (tables, jnp.asarray([tokens], jnp.int32), jnp.asarray([0, 1], jnp.int32))
+
+    @functools.partial(jax.jit, static_argnames=("write", "attend"))
+    def run(pages, write, attend):
+        pages = write_kv(pages, k, v, slots, implementation=write)
+        return pages, paged_attention(q, pages, *rows, scale=0.1, max_query_len=1, implementation=attend)
+
+    (parts, out), (_, expected_out) = run(parts, "mosaic_tpu", "mosaic_tpu"), run(apart, "xla", "reference")
+    np.testing.assert_allclose(out, expected_out, atol=2e-6, rtol=0)
+    written = np.asarray(parts.in_whole().data)
+    assert (written != 7).sum() == 2 * k.size
+    np.testing.assert_array_equal(np.sort(written[written != 7]), np.sort(np.concatenate([k, v], axis=None)))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,9 @@ SHAPES = {
     "128-bf16": Shape(heads=8, head_dim=128, dtype="bfloat16"),
     "128-decodes": Shape(heads=8, head_dim=128, tokens=0, dtype="bfloat16"),
     "256": Shape(head_dim=256),
+    "512": Shape(head_dim=512, heads=6),
+    "512-bf16": Shape(heads=4, kv_heads=1, head_dim=512, dtype="bfloat16", sinks=True, window=40),
+    "512-decodes": Shape(heads=8, head_dim=512, tokens=0, dtype="bfloat16"),
     "2048-keys": Shape(tokens=0, width=128, num_blocks=160, rows=3),  # four splits by the rule
     "fp16": Shape(head_dim=64, dtype="float16"),
     "tiny-scale": Shape(scale=1e-31, window=40),  # all keys in the window weigh the same
@@ -53,6 +56,7 @@ SHAPES = {
     "fp8-decodes-bf16": Shape(heads=8, head_dim=64, tokens=0, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
     "latent": Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64),
     "latent-decodes": Shape(heads=8, kv_heads=1, head_dim=72, v_dim=64, tokens=0, dtype="bfloat16"),
+    "latent-576": Shape(heads=40, kv_heads=1, head_dim=576, v_dim=512, dtype="bfloat16"),
 }
 # The kernels and the CPU implementation run every shape. The other two implementations run some of them.
 SOME = ("ragged", "decodes", "window", "sinks", "all-options", "gqa-7-64-decodes", "int8", "fp8", "latent")
@@ -61,7 +65,7 @@ IMPLEMENTED = {
     "xla": SOME,
     "xla_loop": tuple(SHAPES),
     "cpu": tuple(SHAPES),
-    "triton": tuple(name for name, shape in SHAPES.items() if shape.v_dim is None),
+    "triton": tuple(SHAPES),
     "triton_small": ("ragged-all-options", "decodes", "int8"),
     "mosaic_tpu": tuple(
         name for name, shape in SHAPES.items()
@@ -93,7 +97,7 @@ FIRST = {
     "xla": ("all-options",),
     "xla_loop": ("ragged-all-options", "int8-decodes-bf16"),
     "cpu": tuple(SHAPES),  # a second in all
-    "triton": ("ragged-all-options", "fp8-decodes-bf16"),
+    "triton": ("ragged-all-options", "fp8-decodes-bf16", "latent-576"),
     "triton_small": ("decodes",),
     "mosaic_tpu": ("int8-all-options",),  # test_mosaic_tpu.py has decodes and fp8
     "triton-splits": ("all-options",),

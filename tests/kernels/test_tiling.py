@@ -92,7 +92,8 @@ def test_cards_with_little_shared_memory_are_known(kind, small):
 def test_splits_of_rows_follow_their_lengths():
     """One row of 4,096 keys has 64 tasks with 8 KV heads, however long other requests may be."""
     problem = Problem(
-        scale=1.0, kv_heads=8, q_per_kv=4, head_dim=128, block_size=16, table_keys=131_072, window=None, softcap=None,
+        scale=1.0, kv_heads=8, q_per_kv=4, head_dim=128, key_dim=128, v_dim=128, latent=False, block_size=16,
+        table_keys=131_072, window=None, softcap=None,
         has_sinks=False, has_slopes=False, scales="none", tiling=Tiling.by_rule(128, 2), interpret=True,
     )  # fmt: skip
 
@@ -114,3 +115,10 @@ def test_splits_of_rows_follow_their_lengths():
 )  # fmt: skip
 def test_most_splits_of_a_row(kv_heads, keys, window, splits):
     assert Tiling.by_rule(128, 2).splits(keys, window, kv_heads) == splits
+
+
+@pytest.mark.parametrize(("q_per_kv", "splits"), [(8, 128), (64, 32), (128, 16)])
+def test_rows_of_many_wide_heads_have_few_splits(q_per_kv, splits):
+    """At most 1 GiB of their results for 256 rows, with one KV head of 512 columns."""
+    assert Tiling.by_rule(576, 2, q_per_kv=q_per_kv).splits(131_072, None, 1) == splits
+    assert 256 * q_per_kv * 512 * 4 * splits <= 2**30

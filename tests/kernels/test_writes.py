@@ -236,8 +236,15 @@ def test_write_kv_names_wrong_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             write_kv(*given)
-    with pytest.raises(ValueError, match="triton"):
-        write_kv(latent, k, None, slots, implementation="triton")
+    with pytest.raises(ValueError, match="latent"):
+        write_kv(latent, k, None, slots, implementation="mosaic_tpu")
+
+
+def test_triton_writes_latent_pages():
+    rng = np.random.default_rng(0)
+    pages, k = KVPages.create(5, 8, 1, 40, jnp.bfloat16, v_dim=32), rng.standard_normal((6, 1, 40)).astype(np.float32)
+    arrays = pages, jnp.asarray(k), None, jnp.asarray(SLOTS)
+    np.testing.assert_array_equal(*(write_kv(*arrays, implementation=name).data for name in ("triton", "xla")))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ SPARSE = dataclasses.replace(
 MIXED = (96, 96, None, 96, 96, None)
 # For the first layers of these: half a page each, a whole page, and none
 UNLIKE = (LayerKV(4, 64), LayerKV(4, 64), LayerKV(8, 64, values_are_keys=True), LayerKV(4, 64, source=1))
+# Gemma 4: heads of 512 in layers with full attention, 256 in others
+WIDE = (LayerKV(1, 256), LayerKV(1, 256), LayerKV(1, 512, values_are_keys=True), LayerKV(1, 256, source=1))
 BLOCKS, BLOCK_SIZE, ROWS = 512, 16, 8
 # Two recurrent layers, whose slots take far more bytes than the state of all rows
 DELTA, SNAPSHOTS = GatedDelta((True, False, True), k_heads=4, v_heads=8, head_dim=128, conv_width=4), 256
@@ -61,6 +63,8 @@ VERIFY = ForwardShape(False, 32, ROWS, BLOCK_SIZE, drafts=3)
 ADVANCE = AdvanceShape(VERIFY.tokens, ROWS, VERIFY.drafts, BLOCK_SIZE)
 
 DEVICELESS = marks(H200)
+# A mixed step has all kernels for an H200. For a v5e, a decode compiles in half the time.
+ONE_EACH = (("h200 kernels", PREFILL), ("v5e kernels", DECODE))
 # target of the compiler -> implementation of attention
 IMPLEMENTATIONS = {"cpu": "xla_loop", "h200": "xla", "h200 kernels": "triton", "v5e kernels": "mosaic_tpu"}
 MARKS = {"cpu": (), "h200": DEVICELESS, "h200 kernels": DEVICELESS, "v5e kernels": marks(V5E)}
@@ -96,11 +100,13 @@ def placement_on(target):
 @functools.cache
 def compiled(
     target, shape, blocks=BLOCKS, layers=SPEC.num_layers, windows=(), experts=None, gated_dot=None, recurrence=None,
-    layer_kv=(),
+    layer_kv=(), base=SPEC,
 ):  # fmt: skip
     dtype, placement, mesh = dtype_of(target), placement_on(target), contextlib.nullcontext()
+    largest = max(layer_kv, key=lambda kv: kv.heads * kv.head_dim, default=LayerKV(base.num_kv_heads, base.head_dim))
     spec = dataclasses.replace(
-        SPEC, num_layers=layers, sliding_window=windows, experts=experts, recurrence=recurrence, layer_kv=layer_kv,
+        base, num_kv_heads=largest.heads, head_dim=largest.head_dim,
+        num_layers=layers, sliding_window=windows, experts=experts, recurrence=recurrence, layer_kv=layer_kv,
         qk_norm=QKNorm.HEAD if layer_kv else None,
     )  # fmt: skip
     kv_groups = group_layers(
@@ -185,18 +191,58 @@ def test_pages_of_several_kv_groups_are_not_copied(target, shape):
     assert memory.alias_size_in_bytes >= 2 * pool_bytes(target)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "shape"), [case for case in ONE_ON_CPU if "h200" in case.values[0]])
-def test_pages_of_unlike_layers_are_not_copied(target, shape):
+@pytest.mark.parametrize(
+    ("target", "shape", "layer_kv"),
+    [
+        pytest.param(
+            target, shape, layer_kv, id=f"{target}, {shape}, {name}",
+            marks=[*MARKS[target], *([] if name == "wide" and (target, shape) in ONE_EACH else [pytest.mark.slow])],
+        )
+        for name, layer_kv in (("narrow", UNLIKE), ("wide", WIDE)) for shape in (DECODE, PREFILL)
+        for target in ("h200", "h200 kernels", *["v5e kernels"] * (layer_kv is WIDE))
+    ],
+)  # fmt: skip
+def test_pages_of_unlike_layers_are_not_copied(target, shape, layer_kv):
     """Two layers share the pages of an array, and a third reads them. The program sees the array in two shapes.
 
     XLA for CPU would copy it: `KVPages.whole` avoids that, and the test of an engine on CPU shows it.
     """
-    program = compiled(target, shape, layers=len(UNLIKE), windows=MIXED[: len(UNLIKE)], layer_kv=UNLIKE)
-    assert large_moves(program.as_text(), limit(target)) == []
+    program = compiled(target, shape, layers=len(layer_kv), windows=MIXED[: len(layer_kv)], layer_kv=layer_kv)
+    text = program.as_text()
+    assert large_moves(text, limit(target)) == []
+    if target == "v5e kernels":
+        assert text.count('custom_call_target="tpu_custom_call"') == 7  # four layers attend, and three of them write
+    elif target == "h200 kernels":
+        names = collections.Counter(re.findall(r'name = "(\w+)", num_stages', text))
+        assert names["paged_decode"] == 4
+        assert names["write_kv"] == 3
+        assert names["paged_prefill"] == (4 if shape is PREFILL else 0)
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < limit(target)
     assert memory.alias_size_in_bytes >= pool_bytes(target)
+
+
+@pytest.mark.parametrize(
+    ("base", "shape"),
+    [
+        pytest.param(base, shape, id=f"{name}, {shape}", marks=[*DEVICELESS, *[pytest.mark.slow] * slow])
+        for name, base, shape, slow in (
+            ("latent", LATENT, DECODE, True), ("latent", LATENT, PREFILL, True),
+            ("sparse", SPARSE, DECODE, False), ("sparse", SPARSE, PREFILL, True),
+        )
+    ],
+)  # fmt: skip
+def test_latent_pages_are_not_copied_for_kernels(base, shape):
+    """Sparse attention reads single tokens of the pages, with a row for each token: by the decode kernel alone."""
+    program = compiled("h200 kernels", shape, layers=2, base=base)
+    text, pool = program.as_text(), BLOCKS * BLOCK_SIZE * base.head_dim * 2
+    assert large_moves(text, pool // 4) == []
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * pool
+    assert memory.alias_size_in_bytes >= 2 * pool
+    names = set(re.findall(r'name = "(\w+)", num_stages', text))
+    assert {"write_kv", "paged_decode"} <= names
+    assert ("paged_prefill" in names) == (base is LATENT and shape is PREFILL)
 
 
 RECURRENCES = {"gated DeltaNet": DELTA, "Kimi delta": KIMI, "short convolution": CONV, "Mamba-2": MAMBA}

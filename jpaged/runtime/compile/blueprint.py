@@ -21,6 +21,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import mask_words
 from jpaged.errors import EngineError, ModelLoadError, first_line
 from jpaged.models.draft_head import HeadSpec
+from jpaged.models.indexer import columns_of_keys
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.quantization import quantized_parts
 from jpaged.models.sharding import local_shapes, local_spec
@@ -303,9 +304,9 @@ class Blueprint:
     def has_unchecked_attention(self) -> bool:
         """True if attention must be checked: on accelerators, and for a CPU kernel that was just compiled.
 
-        False for latent pages (spec.latent), which have no kernel on accelerators, and for encoders.
+        False for encoders, and for latent pages (spec.latent) without a Pallas kernel.
         """
-        if self.model.spec.latent is not None or self.model.spec.encoder is not None:
+        if self.model.spec.encoder or (self.model.spec.latent and not self.implementation.startswith("triton")):
             return False
         return self.placement.platform != "cpu" or (self.implementation == "cpu" and cpu.is_new())
 
@@ -373,11 +374,10 @@ class Blueprint:
         layers = [(window, spec.kv_of(i).heads, spec.kv_of(i).head_dim) for i, window in enumerate(spec.windows)]
         for window, kv_heads, head_dim in dict.fromkeys(layers):
             errors = self_check(
-                q_heads=spec.num_heads, kv_heads=kv_heads, head_dim=head_dim,
-                block_size=self.limits.block_size, dtype=self.dtype, kv_dtype=self.kv_format.dtype,
-                sliding_window=window,
-                logit_softcap=spec.attention_softcap, with_sinks=spec.sinks, with_alibi=spec.alibi is not None,
-                implementation=self.implementation, device=device,
+                q_heads=spec.num_heads, kv_heads=kv_heads, head_dim=head_dim, block_size=self.limits.block_size,
+                dtype=self.dtype, kv_dtype=self.kv_format.dtype, v_dim=spec.page_v_dim, key_dim=columns_of_keys(spec),
+                sliding_window=window, logit_softcap=spec.attention_softcap, with_sinks=spec.sinks,
+                with_alibi=spec.alibi is not None, implementation=self.implementation, device=device,
             )  # fmt: skip
             largest = max(largest, *errors.values())
         logger.info("attention %r agrees with its reference: largest difference %.2g", self.implementation, largest)

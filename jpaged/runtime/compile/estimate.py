@@ -11,6 +11,7 @@ from jpaged.models.spec import Indexer
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import PoolShape, SampleShape
 from jpaged.runtime.step.sparse_attention import KEYS_ON_CPU, KEYS_PER_STEP, TOKENS_AT_ONCE, TOKENS_ON_CPU
+from pallas_kernels.paged_attention.tiling import Tiling
 
 if TYPE_CHECKING:
     from jpaged.runtime.compile.blueprint import Blueprint
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 LOGITS = {"gpu": 4.5, "tpu": 10.0, "cpu": 4.5}
 HIDDEN = 6    # copies of [tokens, hidden]: the residual stream, its norm, and float32 copies
 TILE_ROWS, KEYS = 16, 128  # tile sizes of the XLA attention
+WIDE = 256  # heads wider than this have splits with large results
 SORTED = 8  # arrays of [tokens, keys]: scores, masked scores, and their sort with positions
 
 
@@ -67,7 +69,7 @@ def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
     if spec.indexer is not None:
         total += _choice(blueprint, shape, spec.indexer)
     if not blueprint.implementation.startswith("xla"):
-        return total
+        return total + (_splits(blueprint, shape) if blueprint.implementation == "triton" else 0)
     tile = 1 if shape.is_decode or spec.indexer is not None else max(1, TILE_ROWS // spec.q_per_kv)
     padded = max(TILE_ROWS, -(-spec.q_per_kv // 8) * 8)
     tiles = -(-shape.tokens // tile) + min(shape.rows, shape.tokens)
@@ -76,6 +78,17 @@ def _attention(blueprint: "Blueprint", shape: ForwardShape) -> int:
     gathered = 3 * KEYS * (spec.head_dim + v_dim) * item // 2
     softmax = padded * (3 * v_dim + 2 * KEYS) * 4
     return total + tiles * a_tile + at_once * spec.num_kv_heads * (gathered + softmax)
+
+
+def _splits(blueprint: "Blueprint", shape: ForwardShape) -> int:
+    """Results of splits of long rows in a decode. They are large with wide heads only."""
+    spec, limits = blueprint.local_spec, blueprint.limits
+    head_dim = max([spec.head_dim, *(kv.head_dim for kv in spec.layer_kv)])
+    if head_dim <= WIDE or spec.indexer is not None:
+        return 0
+    tiling = Tiling.by_rule(head_dim, blueprint.dtype.itemsize, q_per_kv=spec.q_per_kv)
+    splits = tiling.splits(limits.width * limits.block_size, None, spec.num_kv_heads)
+    return splits * shape.rows * spec.num_heads * (spec.page_v_dim or head_dim) * 4 if splits > 1 else 0
 
 
 def _choice(blueprint: "Blueprint", shape: ForwardShape, indexer: Indexer) -> int:

@@ -412,10 +412,9 @@ def refuse_with_unlike_layers(spec: DecoderSpec, config: EngineConfig, platform:
     """Raise ModelLoadError for an option or a device that does not work with layers with unlike KV (`layer_kv`)."""
     if not spec.layer_kv:
         return
-    if platform == "tpu" and len({(kv.heads, kv.head_dim) for kv in spec.layer_kv}) > 1:
-        raise ModelLoadError(
-            "the model's layers have KV heads of unlike sizes, which share no pages on TPU yet: use a GPU or a CPU"
-        )
+    sizes = sorted({kv.head_dim for kv in spec.layer_kv})
+    if platform == "tpu" and len(sizes) > 1 and any(size % 128 for size in sizes):
+        raise ModelLoadError(f"KV heads of {sizes}: unlike sizes must be multiples of 128 on TPU; use a GPU or a CPU")
     defaults = EngineConfig(model=config.model)
     for name in NOT_WITH_UNLIKE_LAYERS:
         if (value := getattr(config, name)) != getattr(defaults, name):

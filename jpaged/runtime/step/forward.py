@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
 from jpaged.models.experts import pairs_of_devices
-from jpaged.models.indexer import ChosenPages
+from jpaged.models.indexer import ChosenPages, columns_of_keys
 from jpaged.models.sharding import CONTEXT, WHOLE, Shards
 from jpaged.models.spec import ALONE, AttentionOptions, DecoderSpec, Params, Stage, WeightLayout
 from jpaged.runtime.placement import Placement
@@ -59,6 +59,7 @@ class PagedAttend:
     implementation: str
     shards: Shards = WHOLE
     token_parts: int = 1  # devices that share the tokens; `slots` has the tokens of all devices
+    key_dim: int | None = None  # sparse attention: numbers of a token's vector before the indexer's key
 
     def __call__(
         self, projection: decoder.Projection, pages: KVPages | ChosenPages, metadata: KVGroupRows,
@@ -99,7 +100,8 @@ class PagedAttend:
             rows = shared.chosen
         out = paged_attention(
             q, read, *rows, scale=options.scale, max_query_len=max_query_len, sliding_window=options.window,
-            logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, implementation=self.implementation,
+            logit_softcap=options.softcap, sinks=sinks, alibi_slopes=slopes, key_dim=self.key_dim,
+            implementation=self.implementation,
         )  # fmt: skip
         return out, pages if shared is None else ChosenPages(pages, rows)
 
@@ -169,7 +171,7 @@ def forward(
     kept, rows = (*state.pages, *state.recurrent), (*groups, batch.state_rows)
     x, kept, choices, *captured = decoder.decode(
         spec, params, batch.token_ids, batch.positions, kept, rows,
-        PagedAttend(shape.max_query_len, implementation, shards, count),
+        PagedAttend(shape.max_query_len, implementation, shards, count, columns_of_keys(spec)),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
         gated_dot=gated_dot, fused=fused, shards=shards, hidden=hidden, first_layer=stage.first_layer,
