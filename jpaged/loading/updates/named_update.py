@@ -16,7 +16,7 @@ import numpy as np
 from jpaged.errors import ModelLoadError
 from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.loading.live import refuse_remote
-from jpaged.loading.renamed_tensors import may_be_of_mtp, mtp_tensors
+from jpaged.loading.mtp_names import may_be_of_mtp, mtp_tensors
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.tree_update import in_layout
@@ -190,7 +190,8 @@ class _Stream:
             constant = self._engine.constants[leaf.leaf]
             plan = LeafPlan(LeafTensors(leaf.leaf, leaf.layer, ()), self._shape[leaf], (), constant)
             yield from _new_leaves(plan, ArraySource({}), self._engine)
-        if unknown := self._of_mtp.keys() - mtp_tensors(self._of_mtp, self._engine.spec.num_layers):
+        unknown = self._of_mtp.keys() - mtp_tensors(self._of_mtp, self._engine.spec.num_layers)
+        if unknown := {name for name in unknown if not self._engine.family.ignored.fullmatch(name)}:
             raise ModelLoadError(f"{min(unknown)} is not a tensor of the model")
         if self._engine.mtp is not None:
             yield from self._engine.mtp.new(ArraySource(self._of_mtp))
