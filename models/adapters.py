@@ -135,7 +135,8 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
         for leaf, (inputs, outputs) in spec.recurrence.matrices(hidden).items():
             add(leaf, layers, inputs, *outputs)
     sparse = tuple(layer for layer in every if spec.is_sparse(layer))
-    dense = tuple(layer for layer in every if layer not in sparse)
+    networks = tuple(layer for layer in every if not spec.lone_feed_forward or spec.lone_feed_forward[layer])
+    dense = tuple(layer for layer in networks if layer not in sparse)
     inter = spec.intermediate_size
     if not spec.gated:
         add("up", dense, hidden, inter)
@@ -147,10 +148,14 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
     add("down", dense, inter, hidden)
     if spec.experts is not None:
         e = spec.experts
-        add("expert_gate_up", sparse, hidden, 2, e.intermediate_size, experts=e.num)
-        add("expert_down", sparse, e.intermediate_size, hidden, experts=e.num)
+        parts, inner = (2,) if spec.gated else (), e.latent_size or hidden
+        add("expert_gate_up", sparse, inner, *parts, e.intermediate_size, experts=e.num)
+        add("expert_down", sparse, e.intermediate_size, inner, experts=e.num)
+        if e.latent_size is not None:
+            add("latent_in", sparse, hidden, inner)
+            add("latent_out", sparse, inner, hidden)
         if e.shared_size:
-            add("shared_gate_up", sparse, hidden, 2, e.shared_size)
+            add("shared_gate_up", sparse, hidden, *parts, e.shared_size)
             add("shared_down", sparse, e.shared_size, hidden)
     add(EMBED, (0,), spec.vocab_size, embed)
     if not spec.pools:

@@ -110,8 +110,8 @@ def test_each_part_is_where_the_weight_of_its_module_is(name: str, tmp_path: Pat
     }  # fmt: skip
     used = 0
     for leaf in family_of(one.config).tensors(shapes):
-        for tensor in leaf.tensors:
-            path = f"base_model.model.{tensor.name.removesuffix('.weight')}"
+        for tensor, name_of in ((tensor, name_of) for tensor in leaf.tensors for name_of in tensor.names):
+            path = f"base_model.model.{name_of.removesuffix('.weight')}"
             for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
                 if f"{path}.{a}" in tensors:
                     product = tensors[f"{path}.{b}"].astype(np.float64) @ tensors[f"{path}.{a}"]

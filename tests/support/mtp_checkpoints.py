@@ -67,8 +67,11 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def write_with_mtp(name: str, folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """Write a checkpoint with an MTP layer of random numbers. Returns all its tensors."""
+def write_with_mtp(name: str, folder: Path, seed: int = 0, likely: int | None = None) -> dict[str, np.ndarray]:
+    """Write a checkpoint with an MTP layer of random numbers. Returns all its tensors.
+
+    likely: number of ids that the model and the MTP layer nearly always choose, so that drafts are accepted.
+    """
     published = PUBLISHED[name]
     variant = BY_NAME[published.variant]
     write_checkpoint(variant, seed, folder)
@@ -82,6 +85,9 @@ def write_with_mtp(name: str, folder: Path, seed: int = 0) -> dict[str, np.ndarr
     norms = {published.embedding_norm, published.hidden_norm, published.norm} - tensors.keys()
     tensors |= {key: rng.uniform(0.5, 1.5, hidden) - offset for key in sorted(norms)}
     tensors[published.fc] = rng.uniform(-1, 1, (hidden, 2 * hidden)) * np.sqrt(1.5 / hidden)
+    if likely is not None:
+        head = next(key for key in ("lm_head.weight", "model.embed_tokens.weight") if key in tensors)
+        tensors[head][3 + likely :] *= 0.3
     tensors = {key: np.asarray(value, np.float32) for key, value in tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors)
     change_config(folder, **{published.count: 1})
