@@ -100,8 +100,9 @@ def head_param_shapes(spec: HeadSpec, dtype: DTypeLike) -> Params:
     | input_norm     | [states * target size]  | input_norm                    |                               |
     | fc_norm        | [states, target size]   | fc_norm.N                     |                               |
 
-    An EAGLE-3 head without `fc` (no aux_layers) reads the target's last state. `lm_head`, `embed` and `d2t` are there
-    only if the head has them, and `final_norm` as well. attn_norm is the checkpoint's input_layernorm, and mlp_norm its post_attention_layernorm.
+    An EAGLE-3 head without `fc` (no aux_layers) reads the target's last state. `final_norm`, `lm_head`, `embed` and
+    `d2t` are there only if the head has them. attn_norm is the checkpoint's input_layernorm, and mlp_norm its
+    post_attention_layernorm.
     """
     layer, hidden = spec.layer, spec.layer.hidden_size
 

@@ -29,7 +29,7 @@ def bits(outputs):
 
 @contextlib.contextmanager
 def recorded():
-    """What MTP layers read and propose for row 0: the model's states by position, and (length, drafts) of each step."""
+    """Inputs and drafts of an MTP layer for row 0: model states by position, and (states, drafts) of each step."""
     states, proposed = {}, []
     absorb, propose = DraftHead.absorb, DraftHead.propose
 

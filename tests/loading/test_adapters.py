@@ -110,7 +110,7 @@ def test_each_part_is_where_the_weight_of_its_module_is(name: str, tmp_path: Pat
     }  # fmt: skip
     used = 0
     for leaf in family_of(one.config).tensors(shapes):
-        for tensor, name_of in ((tensor, name_of) for tensor in leaf.tensors for name_of in tensor.names):
+        for tensor, name_of in ((each, name_of) for each in leaf.tensors for name_of in each.names):
             path = f"base_model.model.{name_of.removesuffix('.weight')}"
             for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
                 if f"{path}.{a}" in tensors:

@@ -21,7 +21,7 @@ class Published:
     fc: str
     norm: str                # after the layer; the model's own norm in Ernie 4.5
     reads_normed: bool = True  # the next pass reads the output after `norm`
-    count: str = "num_nextn_predict_layers"  # key of config.json
+    count: str | None = "num_nextn_predict_layers"  # key of config.json with the number of layers; None: no key
 
 
 def _deepseek(variant: str, source: int, layer: int, norm: str = "shared_head.norm", **more: bool) -> Published:
@@ -32,10 +32,10 @@ def _deepseek(variant: str, source: int, layer: int, norm: str = "shared_head.no
     )  # fmt: skip
 
 
-def _qwen(variant: str, source: int) -> Published:
+def _qwen(variant: str, source: int, count: str | None = "mtp_num_hidden_layers") -> Published:
     return Published(
         variant, ((f"model.layers.{source}.", "mtp.layers.0."),), "mtp.pre_fc_norm_embedding.weight",
-        "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight", count="mtp_num_hidden_layers",
+        "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight", count=count,
     )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def _nemotron(variant: str, attention: int, experts: int) -> Published:
 
 
 PUBLISHED = {
-    "Qwen3-Next": _qwen("qwen3-next", 2),
+    "Qwen3-Next": _qwen("qwen3-next", 2, None),
     "Qwen3.5": _qwen("qwen3.5", 2),
     "Qwen3.5 MoE": _qwen("qwen3.5-moe", 2),
     "GLM-4.5": _deepseek("glm4-moe", 1, 2, reads_normed=False),
@@ -90,5 +90,6 @@ def write_with_mtp(name: str, folder: Path, seed: int = 0, likely: int | None = 
         tensors[head][3 + likely :] *= 0.3
     tensors = {key: np.asarray(value, np.float32) for key, value in tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors)
-    change_config(folder, **{published.count: 1})
+    if published.count is not None:
+        change_config(folder, **{published.count: 1})
     return tensors
