@@ -23,7 +23,7 @@ from tqdm import tqdm
 from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.kv_scales import KV_SCALE
-from jpaged.loading.mtp_names import mtp_tensors
+from jpaged.loading.renamed_tensors import mtp_tensors
 from jpaged.loading.safetensors_file import DTYPES
 from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part
 from jpaged.models.families.config import CheckpointConfig

@@ -1,6 +1,7 @@
 """Drafts of MTP layers in an engine: those of the float64 formulas, and the same answers as without them."""
 
 import contextlib
+import dataclasses
 import json
 from unittest import mock
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, SamplingParams
+from jpaged.engine.step_plan import SamplerVariant
 from jpaged.runtime.drafting.draft_head import num_rows_of
 from jpaged.runtime.drafting.drafters import DraftHead
 from jpaged.runtime.state import Field
@@ -15,10 +17,13 @@ from tests.support.drafting import always_drafting, check_drafts
 from tests.support.mtp_checkpoints import PUBLISHED, write_with_mtp
 from tests.support.mtp_oracle import Oracle
 from tests.support.random_requests import OPTIONS, workload
+from tests.support.tiny_engine import sampling_programs
 
-pytestmark = [pytest.mark.slow, pytest.mark.codegen]
+pytestmark = [pytest.mark.slow, pytest.mark.codegen, pytest.mark.timeout(900)]
 
-DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
+DRAFTING = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=1)
 ENGINE = OPTIONS | {"enable_prefix_caching": True}
 CLOSE = 1e-3  # of two logits: the likelier id may be another one in float32
 
@@ -76,20 +81,20 @@ def check_against_formulas(oracle, ids, proposed):
 def test_drafts_are_those_of_the_formulas_and_change_no_answer(name, tmp_path):
     tensors = write_with_mtp(name, tmp_path, likely=4)
     oracle = Oracle(name, json.loads((tmp_path / "config.json").read_text()), tensors)
-    prompts, params = workload(16, seed=3)
-    one = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+    prompts, _ = workload(12, seed=3)
+    params = [GREEDY if i % 2 else dataclasses.replace(SEEDED, seed=i) for i in range(len(prompts))]
 
     def answers(llm):
         llm.engine.seeds.seed(0)
         return bits(llm.generate(prompts, params, use_tqdm=False))
 
-    with LLM(str(tmp_path), **ENGINE) as llm:
-        wanted, alone = answers(llm), llm.generate(prompts[:1], one, use_tqdm=False)
-    with always_drafting(), LLM(str(tmp_path), speculative_config=DRAFTS, **ENGINE) as llm:
+    with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path), **ENGINE) as llm:
+        wanted, alone = answers(llm), llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+    with always_drafting(), LLM(str(tmp_path), **ENGINE | DRAFTING) as llm:
         llm.wait_until_ready()
         llm.reset_stats()
         with recorded() as proposed:
-            assert bits(llm.generate(prompts[:1], one, use_tqdm=False)) == bits(alone)
+            assert bits(llm.generate(prompts[:1], GREEDY, use_tqdm=False)) == bits(alone)
         stats = llm.stats().speculation
         check_drafts(stats)
         ids = [*alone[0].prompt_token_ids, *alone[0].outputs[0].token_ids]

@@ -124,7 +124,8 @@ def test_each_part_is_where_the_weight_of_its_module_is(name: str, tmp_path: Pat
                         scale = 4 / rank if path.endswith("1.self_attn.k_proj") else scale
                     tensor.rule.store(scale * (product.T if turned else product), leaf.block(host, tensor))
                     used += 2
-    experts = [n for n in tensors if ".mlp.experts." in n]  # one module for all experts: see the test below
+    # one module for all experts: see the test below
+    experts = [n for n in tensors if ".mlp.experts." in n or ".mixer.experts." in n]
     copies = [n for n in tensors if n.endswith("base_layer.weight")]
     assert used + len(experts) + len(copies) == len(tensors)
     assert adapter.num_tensors == used + len(experts)

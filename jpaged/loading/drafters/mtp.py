@@ -18,9 +18,14 @@ from jpaged.loading.checkpoint import TensorSource, is_converted, read_json
 from jpaged.loading.drafters.head_weights import declared_shapes, head_shapes, load_head, plan_head, random_head
 from jpaged.loading.drafters.stored_drafter import StoredDrafter, Target
 from jpaged.loading.hub import CONFIG, find_config, find_model, is_gguf
-from jpaged.loading.mtp_names import MTPFormat, format_of_names, format_of_type, mtp_tensors
 from jpaged.loading.quantized.config import method_of, with_quantization
-from jpaged.loading.renamed_tensors import RenamedTensors
+from jpaged.loading.renamed_tensors import (
+    MTPFormat,
+    RenamedTensors,
+    format_of_names,
+    format_of_type,
+    mtp_tensors,
+)
 from jpaged.loading.source import open_source
 from jpaged.loading.weights import HEAD, WeightPlan, equal_bytes
 from jpaged.models.draft_head import HeadKind, HeadSpec

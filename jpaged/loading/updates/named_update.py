@@ -16,7 +16,7 @@ import numpy as np
 from jpaged.errors import ModelLoadError
 from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.loading.live import refuse_remote
-from jpaged.loading.mtp_names import may_be_of_mtp, mtp_tensors
+from jpaged.loading.renamed_tensors import may_be_of_mtp, mtp_tensors
 from jpaged.loading.safetensors_file import DTYPES, TensorEntry
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.loading.updates.tree_update import in_layout
