@@ -77,8 +77,10 @@ def check_against_formulas(oracle, ids, proposed):
     return count, accepted
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_drafts_are_those_of_the_formulas_and_change_no_answer(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "devices"), [*((name, 1) for name in PUBLISHED), ("Qwen3.5", 2)], ids=lambda value: str(value)
+)
+def test_drafts_are_those_of_the_formulas_and_change_no_answer(name, devices, tmp_path):
     tensors = write_with_mtp(name, tmp_path, likely=4)
     oracle = Oracle(name, json.loads((tmp_path / "config.json").read_text()), tensors)
     prompts, _ = workload(12, seed=3)
@@ -88,9 +90,10 @@ def test_drafts_are_those_of_the_formulas_and_change_no_answer(name, tmp_path):
         llm.engine.seeds.seed(0)
         return bits(llm.generate(prompts, params, use_tqdm=False))
 
-    with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path), **ENGINE) as llm:
+    engine = ENGINE | {"tensor_parallel_size": devices}
+    with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path), **engine) as llm:
         wanted, alone = answers(llm), llm.generate(prompts[:1], GREEDY, use_tqdm=False)
-    with always_drafting(), LLM(str(tmp_path), **ENGINE | DRAFTING) as llm:
+    with always_drafting(), LLM(str(tmp_path), **engine | DRAFTING) as llm:
         llm.wait_until_ready()
         llm.reset_stats()
         with recorded() as proposed:

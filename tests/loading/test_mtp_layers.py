@@ -1,5 +1,6 @@
 """MTP layers of every family, under the names of the releases, against float64 formulas."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -100,6 +101,27 @@ def test_the_layer_of_a_text_model_inside_a_wrapper(tmp_path):
     (_, of_text), (_, of_whole) = loaded(tmp_path / "text"), loaded(whole)
     assert of_whole.head_spec == of_text.head_spec
     jax.tree.map(np.testing.assert_array_equal, of_whole.params, of_text.params)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", pytest.param("Nemotron 3", marks=pytest.mark.slow)])
+def test_the_layer_has_a_copy_of_an_output_matrix_that_is_split_over_devices(name, tmp_path):
+    """Of Qwen3.5 it is the embedding. Also as planned, and among new weights."""
+    tensors = write_with_mtp(name, tmp_path)
+    config = dataclasses.replace(engine(tmp_path), tensor_parallel_size=2)
+    model = load_model(config)
+    drafter = load_drafter(MTP, model, config)
+    wanted = tensors.get("lm_head.weight", tensors.get("model.embed_tokens.weight"))
+    for part in drafter.params["lm_head"].addressable_shards:
+        np.testing.assert_array_equal(part.data, wanted)
+    (tmp_path / "model.safetensors").unlink()
+    described = describe_drafter(MTP, describe(config, "cpu"), config, "cpu")
+    assert shapes_of(described.params) == shapes_of(drafter.params)
+    source = ArraySource(tensors)
+    plan, of_layer = plan_new_layer(
+        drafter.head_spec, family_of(model.config), model.config, source, model.spec.num_layers
+    )
+    assert shapes_of(plan.tree(np.float32)) == shapes_of(drafter.params)
+    np.testing.assert_array_equal(of_layer.array("lm_head.weight"), wanted)
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [

@@ -71,7 +71,7 @@ def open_mtp(target: Target, config: EngineConfig, *, declared: bool = False) ->
         if not reader.integer(*COUNTS, default=int(family.model_type in ALWAYS), minimum=0):
             raise _no_layer(folder, f"{CONFIG} has no {' or '.join(COUNTS)}", values)
         form = _checked(format_of_type(family.model_type), reader)
-        spec = _head_spec(family.spec(reader), form, own_embed=False, own_head=False)
+        spec = _head_spec(family.spec(reader), form, own_embed=False, own_head=target.num_devices > 1)
         load = functools.partial(random_head, spec, target.dtype)
         shapes = functools.partial(declared_shapes, spec, target.dtype)
         yield StoredDrafter(name, None, spec, load, shapes, target.spec.max_position)
@@ -84,13 +84,13 @@ def open_mtp(target: Target, config: EngineConfig, *, declared: bool = False) ->
             raise _no_layer(folder, f"no tensor is of layer {whole.num_layers}, or named mtp.*", values)
         _checked(form, reader)
         rest = len(mtp_tensors(source.names, whole.num_layers))
-        tensors = _tensors(form, source, whole.num_layers)
+        tensors = _tensors(form, family, source, whole.num_layers)
         if (unread := rest - len(list(tensors.names))) > 0:
             logger.info("%s: only the first MTP layer is used; %d tensors are not read", folder, unread)
         own = {key: _differs(tensors, source, key) for key in (EMBED, HEAD)}
-        own[HEAD] |= HEAD in tensors and target.num_devices > 1  # each device needs the whole matrix
+        own[HEAD] |= target.num_devices > 1  # each device needs the whole matrix
         spec = _head_spec(whole, form, own_embed=own[EMBED], own_head=own[HEAD])
-        tensors = _tensors(form, source, whole.num_layers, own)
+        tensors = _tensors(form, family, source, whole.num_layers, own)
         plan = plan_head(_with_rules(family, form), spec, values, tensors)
         load = functools.partial(load_head, plan, tensors, target.dtype, None)
         shapes = functools.partial(head_shapes, plan, target.dtype, None)
@@ -109,18 +109,33 @@ def plan_new_layer(
     form = format_of_names(source.names, num_layers)
     if form is None:
         return None
-    tensors = _tensors(form, source, num_layers, {EMBED: spec.own_embed, HEAD: spec.own_head})
+    tensors = _tensors(form, family, source, num_layers, {EMBED: spec.own_embed, HEAD: spec.own_head})
     return plan_head(_with_rules(family, form), spec, values, tensors), tensors
 
 
 def _tensors(
-    form: MTPFormat, source: TensorSource, num_layers: int, own: Mapping[str, bool] = MappingProxyType({})
-) -> RenamedTensors:
-    """The first MTP layer's tensors. own: matrices that are read only if True, because the model has copies of them."""
+    form: MTPFormat, family: Family, source: TensorSource, num_layers: int,
+    own: Mapping[str, bool] = MappingProxyType({}),
+) -> RenamedTensors:  # fmt: skip
+    """The first MTP layer's tensors.
+
+    own: matrices that are read only if True, because the model has copies of them. A layer with an output matrix of its
+    own whose tensors have none gets a copy of the model's.
+    """
     prefixes = form.prefixes(num_layers)
     shared = {name.removesuffix("weight") for name, is_own in own.items() if not is_own}
-    without = tuple(old for old, new in prefixes if new in shared)
-    return RenamedTensors(source, prefixes, without=(*without, *form.hidden_prefixes(num_layers)))
+    without = (*(old for old, new in prefixes if new in shared), *form.hidden_prefixes(num_layers))
+    tensors = RenamedTensors(source, prefixes, without)
+    if not own.get(HEAD) or HEAD in tensors:
+        return tensors
+    name = next((name for name in head_names(family) if name in source), HEAD)
+    return RenamedTensors(source, (*prefixes, (name.removesuffix("weight"), HEAD.removesuffix("weight"))), without)
+
+
+def head_names(family: Family) -> tuple[str, ...]:
+    """Names that the output matrix of a model may have: its own, or the embedding's."""
+    embeds = (name for rule in family.rules if rule.leaf == "embed" for name in (rule.name, *rule.aliases))
+    return (HEAD, *embeds)
 
 
 def _with_rules(family: Family, form: MTPFormat) -> Family:
