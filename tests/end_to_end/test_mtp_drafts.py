@@ -81,7 +81,7 @@ def check_against_formulas(oracle, ids, proposed):
     ("name", "devices"), [*((name, 1) for name in PUBLISHED), ("Qwen3.5", 2)], ids=lambda value: str(value)
 )
 def test_drafts_are_those_of_the_formulas_and_change_no_answer(name, devices, tmp_path):
-    tensors = write_with_mtp(name, tmp_path, likely=4)
+    tensors = write_with_mtp(name, tmp_path, likely=3)
     oracle = Oracle(name, json.loads((tmp_path / "config.json").read_text()), tensors)
     prompts, _ = workload(12, seed=3)
     params = [GREEDY if i % 2 else dataclasses.replace(SEEDED, seed=i) for i in range(len(prompts))]

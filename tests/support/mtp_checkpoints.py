@@ -87,7 +87,7 @@ def write_with_mtp(name: str, folder: Path, seed: int = 0, likely: int | None = 
     tensors[published.fc] = rng.uniform(-1, 1, (hidden, 2 * hidden)) * np.sqrt(1.5 / hidden)
     if likely is not None:
         head = next(key for key in ("lm_head.weight", "model.embed_tokens.weight") if key in tensors)
-        tensors[head][3 + likely :] *= 0.3
+        tensors[head][3 + likely :] *= 0.1
     tensors = {key: np.asarray(value, np.float32) for key, value in tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors)
     if published.count is not None:
