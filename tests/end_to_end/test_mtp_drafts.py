@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.codegen, pytest.mark.timeout(900)]
 
 DRAFTING = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+VARIED = SamplingParams(temperature=1.5, seed=1, max_tokens=40, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=1)
 ENGINE = OPTIONS | {"enable_prefix_caching": True}
 CLOSE = 1e-3  # of two logits: the likelier id may be another one in float32
@@ -92,12 +93,12 @@ def test_drafts_are_those_of_the_formulas_and_change_no_answer(name, devices, tm
 
     engine = ENGINE | {"tensor_parallel_size": devices}
     with sampling_programs(SamplerVariant.FULL), LLM(str(tmp_path), **engine) as llm:
-        wanted, alone = answers(llm), llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+        wanted, alone = answers(llm), llm.generate(prompts[:1], VARIED, use_tqdm=False)
     with always_drafting(), LLM(str(tmp_path), **engine | DRAFTING) as llm:
         llm.wait_until_ready()
         llm.reset_stats()
         with recorded() as proposed:
-            assert bits(llm.generate(prompts[:1], GREEDY, use_tqdm=False)) == bits(alone)
+            assert bits(llm.generate(prompts[:1], VARIED, use_tqdm=False)) == bits(alone)
         stats = llm.stats().speculation
         check_drafts(stats)
         ids = [*alone[0].prompt_token_ids, *alone[0].outputs[0].token_ids]
