@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.codegen, pytest.mark.timeout(900)]
 
 DRAFTING = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
-VARIED = SamplingParams(temperature=1.5, seed=1, max_tokens=40, ignore_eos=True, logprobs=2)
+VARIED = SamplingParams(temperature=1.5, top_k=3, seed=1, max_tokens=40, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=1)
 ENGINE = OPTIONS | {"enable_prefix_caching": True}
 CLOSE = 1e-3  # of two logits: the likelier id may be another one in float32
