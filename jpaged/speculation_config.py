@@ -25,7 +25,7 @@ METHOD_ALIASES = {"[ngram]": "ngram"} | dict.fromkeys(
     (
         "deepseek_mtp", "mimo_mtp", "mimo_v2_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "glm_ocr_mtp", "ernie_mtp",
         "nemotron_h_mtp", "exaone_moe_mtp", "exaone4_5_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "longcat_flash_mtp",
-        "bailing_hybrid_mtp", "minimax_m3_mtp", "pangu_ultra_moe_mtp", "step3p5_mtp", "gemma4_mtp",
+        "bailing_hybrid_mtp", "minimax_m3_mtp", "pangu_ultra_moe_mtp", "step3p5_mtp", "gemma4_mtp", "hy_v3_mtp",
     ),
     "mtp",
 )  # fmt: skip

@@ -35,8 +35,8 @@ class AdapterTarget:
     leaf: str                   # name in `spec.param_shapes`
     layers: tuple[int, ...]     # layers that have it, in order; (0,) if it belongs to no layer
     inputs: int
-    # axes of the outputs, of one expert: [kv_heads, heads per KV head, head_dim], [2, inter], [out], or those of
-    # `GatedDelta.leaves`
+    # axes of the outputs, of one expert: [kv_heads, heads per KV head, head_dim], [2, inter] ([1, inter] of experts
+    # without a gate), [out], or those of `GatedDelta.leaves`
     out_shape: tuple[int, ...]
     experts: int = 1            # matrices per layer
 
@@ -102,6 +102,8 @@ def pattern(leaf: str, out_shape: tuple[int, ...]) -> Pattern:
             return (0, (heads - 2) * head_dim), (1, head_dim), (2, head_dim)
         case (2, width):
             return (0, width), (1, width)
+        case (1, width):  # experts without a gate
+            return ((0, width),)
         case _:
             return ((0, out_shape[0]),)
 
@@ -135,7 +137,8 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
         for leaf, (inputs, outputs) in spec.recurrence.matrices(hidden).items():
             add(leaf, layers, inputs, *outputs)
     sparse = tuple(layer for layer in every if spec.is_sparse(layer))
-    dense = tuple(layer for layer in every if layer not in sparse)
+    networks = tuple(layer for layer in every if not spec.lone_feed_forward or spec.lone_feed_forward[layer])
+    dense = tuple(layer for layer in networks if layer not in sparse)
     inter = spec.intermediate_size
     if not spec.gated:
         add("up", dense, hidden, inter)
@@ -147,10 +150,14 @@ def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) ->
     add("down", dense, inter, hidden)
     if spec.experts is not None:
         e = spec.experts
-        add("expert_gate_up", sparse, hidden, 2, e.intermediate_size, experts=e.num)
-        add("expert_down", sparse, e.intermediate_size, hidden, experts=e.num)
+        parts, inner = 1 + spec.gated, e.latent_size or hidden
+        add("expert_gate_up", sparse, inner, parts, e.intermediate_size, experts=e.num)
+        add("expert_down", sparse, e.intermediate_size, inner, experts=e.num)
+        if e.latent_size is not None:
+            add("latent_in", sparse, hidden, inner)
+            add("latent_out", sparse, inner, hidden)
         if e.shared_size:
-            add("shared_gate_up", sparse, hidden, 2, e.shared_size)
+            add("shared_gate_up", sparse, hidden, parts, e.shared_size)
             add("shared_down", sparse, e.shared_size, hidden)
     add(EMBED, (0,), spec.vocab_size, embed)
     if not spec.pools:

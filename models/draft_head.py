@@ -63,6 +63,7 @@ class HeadSpec:
     norm_output: bool = False            # the next pass reads the output after the final norm (Qwen3-Next, EAGLE 3.1)
     own_embed: bool = False              # False: the target's embedding
     own_head: bool = True                # False: the target's output matrix
+    own_norm: bool = True                # False: the target's final norm (Ernie 4.5)
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -99,8 +100,9 @@ def head_param_shapes(spec: HeadSpec, dtype: DTypeLike) -> Params:
     | input_norm     | [states * target size]  | input_norm                    |                               |
     | fc_norm        | [states, target size]   | fc_norm.N                     |                               |
 
-    An EAGLE-3 head without `fc` (no aux_layers) reads the target's last state. `lm_head`, `embed` and `d2t` are there
-    only if the head has them. attn_norm is the checkpoint's input_layernorm, and mlp_norm its post_attention_layernorm.
+    An EAGLE-3 head without `fc` (no aux_layers) reads the target's last state. `final_norm`, `lm_head`, `embed` and
+    `d2t` are there only if the head has them. attn_norm is the checkpoint's input_layernorm, and mlp_norm its
+    post_attention_layernorm.
     """
     layer, hidden = spec.layer, spec.layer.hidden_size
 
@@ -110,6 +112,8 @@ def head_param_shapes(spec: HeadSpec, dtype: DTypeLike) -> Params:
     tree = param_shapes(layer, dtype)
     tree = {name: shape for name, shape in tree.items() if name not in ("embed", "lm_head")}
     tree |= {"final_norm": leaf(hidden), "hidden_norm": leaf(hidden)}
+    if not spec.own_norm:
+        del tree["final_norm"]
     if spec.kind is HeadKind.EAGLE3:
         states = len(spec.aux_layers)
         if states:
@@ -244,12 +248,14 @@ def head_layer(
 
 
 def next_state(
-    spec: HeadSpec, params: Params, hidden: Float[Array, "tokens hidden"], *, num_tokens: Int[Array, ""] | None = None
-) -> Float[Array, "tokens hidden"]:
-    """State at p + 1 for the next pass, from the layer's output at p."""
+    spec: HeadSpec, params: Params, target_params: Params, hidden: Float[Array, "tokens hidden"], *,
+    num_tokens: Int[Array, ""] | None = None,
+) -> Float[Array, "tokens hidden"]:  # fmt: skip
+    """State at p + 1 for the next pass, from the layer's output at p. `target_params` has a shared final norm."""
     if not spec.norm_output:
         return hidden
-    return normalise("final_norm", hidden, LayerContext(spec.layer, WeightLayout(), params, num_rows=num_tokens))
+    leaves = params if spec.own_norm else target_params
+    return normalise("final_norm", hidden, LayerContext(spec.layer, WeightLayout(), leaves, num_rows=num_tokens))
 
 
 def head_logits(
@@ -262,15 +268,17 @@ def head_logits(
     num_rows: Int[Array, ""] | None = None,
     shards: Shards = WHOLE,
 ) -> Float[Array, "rows num_logits"]:
-    """float32 logits over the draft vocabulary, from the layer's output. `target_params` has a shared output matrix.
+    """float32 logits over the draft vocabulary, from the layer's output.
 
-    layout: of the matrix that is used: the head's own, or the target's.
+    target_params: has the output matrix and the final norm, if they are shared.
+    layout:        of the matrix that is used: the head's own, or the target's.
     """
+    norm = (params if spec.own_norm else target_params)["final_norm"]
     if spec.own_head:
-        layer, leaves = dataclasses.replace(spec.layer, tie_embeddings=False), params
+        layer, leaves = dataclasses.replace(spec.layer, tie_embeddings=False), params | {"final_norm": norm}
     else:
         name = "embed" if spec.layer.tie_embeddings else "lm_head"
-        layer, leaves = spec.layer, {"final_norm": params["final_norm"], name: target_params[name]}
+        layer, leaves = spec.layer, {"final_norm": norm, name: target_params[name]}
     return decoder.lm_head(layer, leaves, hidden, layout=layout, num_rows=num_rows, shards=shards)
 
 

@@ -271,12 +271,16 @@ class Mamba2(Recurrence):
         steps = jax.ShapeDtypeStruct((self.heads,), np.dtype(np.float32))
         return jax.ShapeDtypeStruct((self.channels,), np.dtype(dtype)), steps
 
+    @property
+    def in_size(self) -> int:
+        """Outputs of the input matrix: z, x, b, c and dt."""
+        return self.inner_size + self.channels + self.heads
+
     def leaves(self, hidden: int, leaf: MakeLeaf) -> dict[str, Any]:
         """Parameters of one layer."""
-        parts = self.inner_size + self.channels + self.heads  # z, x, b, c and dt
         vector = jax.ShapeDtypeStruct((self.heads,), np.dtype(np.float32))  # also in `spec.FLOAT32_LEAVES`
         tree = {
-            "mamba_in": leaf(parts, hidden),
+            "mamba_in": leaf(self.in_size, hidden),
             "mamba_conv": leaf(self.conv_width, self.channels),  # oldest token first
             "mamba_a_log": vector,
             "mamba_dt_bias": vector,
@@ -288,7 +292,11 @@ class Mamba2(Recurrence):
         if self.conv_bias:
             tree["mamba_conv_bias"] = leaf(self.channels)
         if self.in_bias:
-            tree["mamba_in_bias"] = leaf(parts)
+            tree["mamba_in_bias"] = leaf(self.in_size)
         if self.out_bias:
             tree["mamba_o_bias"] = leaf(hidden)
         return tree
+
+    def matrices(self, hidden: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Both matrices."""
+        return {"mamba_in": (hidden, (self.in_size,)), "mamba_o": (self.inner_size, (hidden,))}

@@ -92,7 +92,7 @@ def head_passes(
         x = draft_head.head_input(spec, params, embedded, state)
         hidden, pages = draft_head.head_layer(spec, params, x, positions, pages, ids, passes_attend)
         outputs.append(hidden)
-        state = draft_head.next_state(spec, params, hidden)
+        state = draft_head.next_state(spec, params, target.params, hidden)
     return outputs
 
 

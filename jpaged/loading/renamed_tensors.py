@@ -1,17 +1,29 @@
 """`RenamedTensors`: some tensors of a checkpoint under other names. And the names of tensors of draft heads.
 
 A draft head appears as a model of one layer. Its layer has the names of the family's layer 0. Its other tensors have
-the names in `HEAD_RULES` of `drafters/head_weights.py`.
+the names in `HEAD_RULES` of `drafters/head_weights.py`. The published kinds of MTP layers:
+
+| Format   | Tensors                          | Families |
+|----------|----------------------------------|----------|
+| DEEPSEEK | `model.layers.{N}.`              | DeepSeek-V3 and V3.2; GLM-4.5 to 4.7, GLM-4.7 Flash, GLM-5 |
+| HUNYUAN  | `model.layers.{N}.`              | Hunyuan 3 |
+| QWEN     | `mtp.`                           | Qwen3-Next, Qwen3.5 |
+| ERNIE    | `model.mtp_block.0.` and three   | Ernie 4.5 with experts |
+| NEMOTRON | `mtp.layers.0.`, `mtp.layers.1.` | Nemotron 3 |
+
+N is the number of the model's layers. The names of the tensors decide, so that other families may have any format.
 """
 
+import dataclasses
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 import numpy as np
 
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.safetensors_file import TensorEntry
+from jpaged.models.families.base import TensorRule
 from pallas_kernels import QuantizedWeight
 
 # (prefix in the checkpoint, prefix that it gets). The first pair that matches applies.
@@ -19,7 +31,7 @@ Prefixes = tuple[tuple[str, str], ...]
 _OWN = (("embed_tokens.", "model.embed_tokens."), ("lm_head.", "lm_head."), ("norm.", "model.norm."))
 _EAGLE3 = (("fc.", "head.fc."), ("input_norm.", "head.input_norm."), ("fc_norm.", "head.fc_norm."), *_OWN)
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
-_MTP = "mtp."
+_MTP = ("mtp.", "model.mtp_")  # of the names of tensors that no layer of a model has
 
 
 def eagle3_prefixes(names: Iterable[str]) -> Prefixes:
@@ -28,52 +40,108 @@ def eagle3_prefixes(names: Iterable[str]) -> Prefixes:
     return ((f"{layer}hidden_norm.", "head.hidden_norm."), (layer, "model.layers.0."), *_EAGLE3)
 
 
-def mtp_prefixes(names: Iterable[str], num_layers: int) -> Prefixes | None:
-    """Prefixes of the first MTP layer of a model with `num_layers` layers; None if it has none.
+@dataclasses.dataclass(frozen=True)
+class MTPFormat:
+    """Names of the first MTP layer's tensors in one format, and the layer's options."""
 
-    DeepSeek-V3's is `model.layers.{num_layers}.`, Qwen3-Next's is `mtp.`.
-    """
-    names = set(names)
-    if _has_mtp(names, num_layers):
-        return deepseek_prefixes(num_layers)
-    if f"{_MTP}fc.weight" not in names:
-        return None
-    return (
-        ("mtp.pre_fc_norm_embedding.", "head.embedding_norm."), ("mtp.pre_fc_norm_hidden.", "head.hidden_norm."),
-        ("mtp.fc.", "head.fc."), ("mtp.layers.0.", "model.layers.0."),
-        *((f"{_MTP}{old}", new) for old, new in _OWN),
-    )  # fmt: skip
+    first: str               # prefix of all its tensors, with {layer} for the number of the model's layers
+    renamed: Prefixes        # (prefix after `first`, prefix in `RenamedTensors`); the first pair that matches applies
+    markers: tuple[str, ...]  # tensors after `first` by which the format is recognised
+    norm_output: bool = True  # the next pass reads the output after the final norm
+    own_norm: bool = True    # False: the layer uses the model's final norm
+    dense: bool = False      # its feed-forward network has no experts
+    hidden: tuple[str, ...] = ()  # prefixes after `first` of tensors that are not read
+    rules: tuple[TensorRule, ...] = ()  # of tensors that the family's layers do not have
+    # Keys of config.json with the only values that are supported
+    refused: tuple[tuple[str, object], ...] = ()
+
+    def prefixes(self, num_layers: int) -> Prefixes:
+        """Prefixes for `RenamedTensors`, in a model with `num_layers` layers."""
+        first = self.first.format(layer=num_layers)
+        return tuple((first + old, new) for old, new in self.renamed)
+
+    def hidden_prefixes(self, num_layers: int) -> tuple[str, ...]:
+        """Prefixes in the checkpoint of tensors that are not read."""
+        return tuple(self.first.format(layer=num_layers) + old for old in self.hidden)
+
+    def is_in(self, names: Set[str], num_layers: int) -> bool:
+        """True if a checkpoint has an MTP layer of this format."""
+        return all(self.first.format(layer=num_layers) + marker in names for marker in self.markers)
 
 
-def deepseek_prefixes(layer: int) -> Prefixes:
-    """Prefixes of DeepSeek-V3's MTP layer."""
-    first = f"model.layers.{layer}."
-    parts = (
+DEEPSEEK = MTPFormat(
+    "model.layers.{layer}.",
+    (
         ("enorm.", "head.embedding_norm."), ("hnorm.", "head.hidden_norm."), ("eh_proj.", "head.fc."),
         ("shared_head.norm.", "model.norm."), ("shared_head.head.", "lm_head."),
         ("embed_tokens.", "model.embed_tokens."), ("", "model.layers.0."),
-    )  # fmt: skip
-    return tuple((first + old, new) for old, new in parts)
+    ),
+    ("eh_proj.weight",), norm_output=False,
+)  # fmt: skip
+HUNYUAN = dataclasses.replace(
+    DEEPSEEK, renamed=(("final_layernorm.", "model.norm."), *DEEPSEEK.renamed), norm_output=True,
+    markers=("eh_proj.weight", "final_layernorm.weight"), hidden=("shared_head.", "embed_tokens."),
+)  # fmt: skip
+QWEN = MTPFormat(
+    "mtp.",
+    (
+        ("pre_fc_norm_embedding.", "head.embedding_norm."), ("pre_fc_norm_hidden.", "head.hidden_norm."),
+        ("fc.", "head.fc."), ("layers.0.", "model.layers.0."), ("embed_tokens.", "model.embed_tokens."),
+        ("lm_head.", "lm_head."), ("norm.", "model.norm."),
+    ),
+    ("fc.weight",),
+)  # fmt: skip
+# Two layers of one block each, which are one layer of attention and experts
+NEMOTRON = MTPFormat(
+    "mtp.layers.",
+    (
+        ("0.enorm.", "head.embedding_norm."), ("0.hnorm.", "head.hidden_norm."), ("0.eh_proj.", "head.fc."),
+        ("1.final_layernorm.", "model.norm_f."), ("1.norm.", "head.mlp_norm.0."),
+        ("1.mixer.", "model.layers.0.mixer."), ("0.", "model.layers.0."),
+    ),
+    ("0.eh_proj.weight", "1.final_layernorm.weight"),
+    rules=(TensorRule("head.mlp_norm.{layer}.weight", "mlp_norm"),),
+    refused=(("mtp_hybrid_override_pattern", "*E"), ("mtp_layers_block_type", ["attention", "moe"])),
+)  # fmt: skip
+ERNIE = MTPFormat(
+    "model.mtp_",
+    (
+        ("emb_norm.0.", "head.embedding_norm."), ("hidden_norm.0.", "head.hidden_norm."),
+        ("linear_proj.0.", "head.fc."), ("block.0.", "model.layers.0."),
+    ),
+    ("linear_proj.0.weight",), own_norm=False, dense=True,
+)  # fmt: skip
+FORMATS = (HUNYUAN, DEEPSEEK, QWEN, NEMOTRON, ERNIE)  # the first one that a checkpoint has applies
+_BY_TYPE = {
+    "hy_v3": HUNYUAN, "qwen3_next": QWEN, "qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "nemotron_h": NEMOTRON,
+    "ernie4_5_moe": ERNIE,
+}  # fmt: skip
+
+
+def format_of_type(model_type: str) -> MTPFormat:
+    """Format of a model that has no weights, by its family's `model_type`."""
+    return _BY_TYPE.get(model_type, DEEPSEEK)
+
+
+def format_of_names(names: Iterable[str], num_layers: int) -> MTPFormat | None:
+    """Format of a checkpoint of a model with `num_layers` layers; None: it has no MTP layer."""
+    names = set(names)
+    return next((each for each in FORMATS if each.is_in(names, num_layers)), None)
 
 
 def mtp_tensors(names: Iterable[str], num_layers: int) -> set[str]:
     """The tensors of all MTP layers, which a model of `num_layers` layers does not read to decode."""
     names = set(names)
-    found = {name for name in names if name.startswith(_MTP)} if f"{_MTP}fc.weight" in names else set()
+    starts = tuple(each.first for each in FORMATS if "{layer}" not in each.first and each.is_in(names, num_layers))
     layers = {name: int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
-    of_mtp = {layer for layer in set(layers.values()) if layer >= num_layers and _has_mtp(names, layer)}
-    return found | {name for name, layer in layers.items() if layer in of_mtp}
+    of_mtp = {layer for layer in set(layers.values()) if layer >= num_layers and DEEPSEEK.is_in(names, layer)}
+    return {name for name in names if name.startswith(starts)} | {n for n, layer in layers.items() if layer in of_mtp}
 
 
 def may_be_of_mtp(name: str, num_layers: int) -> bool:
     """True if the name alone can be that of a tensor of an MTP layer, next to a model of `num_layers` layers."""
     match = _LAYER.fullmatch(name)
     return name.startswith(_MTP) or (match is not None and int(match[1]) >= num_layers)
-
-
-def _has_mtp(names: Container[str], layer: int) -> bool:
-    """True if layer `layer` is an MTP layer with DeepSeek's names."""
-    return f"model.layers.{layer}.eh_proj.weight" in names
 
 
 class RenamedTensors:

@@ -66,7 +66,7 @@ _SHARED = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "bos_t
 # (prefix in the checkpoint, prefix that the family knows). The first that matches applies.
 TEXT_PREFIXES = (
     ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."), ("lm_head.", "lm_head."),
+    ("model.language_model.", "model."), ("lm_head.", "lm_head."), ("mtp.", "mtp."),
 )  # fmt: skip
 
 

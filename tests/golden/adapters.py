@@ -74,6 +74,12 @@ VARIANTS = (
     _variant("qwen3.5", "qwen3.5", "all-linear"),
     _variant("qwen3-next", "qwen3-next", [*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"]),
     _variant("lfm2", "lfm2", "all-linear"),
+    # PEFT refuses the output matrix of Mamba-2 in Nemotron-H and Falcon-H1
+    _variant("granite4-hybrid", "granite4-hybrid", ["q_proj", "in_proj", "out_proj"]),
+    _variant("nemotron-h", "nemotron-h-moe", ["q_proj", "o_proj", "in_proj", "up_proj", "down_proj"]),
+    _variant("nemotron-h-latent", "nemotron-h-latent", ["k_proj", "in_proj", "fc1_latent_proj", "fc2_latent_proj"],
+             target_parameters=["mixer.experts.up_proj", "mixer.experts.down_proj"]),
+    _variant("falcon-h1", "falcon-h1-gate", [*_ATTENTION, "in_proj", "gate_proj", "up_proj", "down_proj"]),
     _variant("qwen2-moe", "qwen2-moe", [*_ATTENTION, "gate_proj", "up_proj", "down_proj"], target_parameters=_EXPERTS),
 )  # fmt: skip
 BY_NAME = {variant.name: variant for variant in VARIANTS}

@@ -113,8 +113,13 @@ def test_prefixes_are_shared_within_an_adapter_only(served):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "speculates"), [("qwen3.5", True), ("qwen3-next", False), ("lfm2", False)], ids=lambda value: str(value)
-)
+    ("name", "speculates"),
+    [
+        ("qwen3.5", True), ("qwen3-next", False), ("lfm2", False), ("granite4-hybrid", True), ("nemotron-h", False),
+        ("nemotron-h-latent", False), ("falcon-h1", False),
+    ],
+    ids=lambda value: str(value),
+)  # fmt: skip
 def test_recurrent_layers_have_adapters_and_snapshots_belong_to_one(name, speculates, tmp_path):
     """A prefix is found with the adapter that computed it. The answer has the same bits then, also with drafts."""
     records, folders = written(tmp_path, (name,))

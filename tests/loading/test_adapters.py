@@ -110,8 +110,8 @@ def test_each_part_is_where_the_weight_of_its_module_is(name: str, tmp_path: Pat
     }  # fmt: skip
     used = 0
     for leaf in family_of(one.config).tensors(shapes):
-        for tensor in leaf.tensors:
-            path = f"base_model.model.{tensor.name.removesuffix('.weight')}"
+        for tensor, name_of in ((each, name_of) for each in leaf.tensors for name_of in each.names):
+            path = f"base_model.model.{name_of.removesuffix('.weight')}"
             for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
                 if f"{path}.{a}" in tensors:
                     product = tensors[f"{path}.{b}"].astype(np.float64) @ tensors[f"{path}.{a}"]
@@ -124,7 +124,8 @@ def test_each_part_is_where_the_weight_of_its_module_is(name: str, tmp_path: Pat
                         scale = 4 / rank if path.endswith("1.self_attn.k_proj") else scale
                     tensor.rule.store(scale * (product.T if turned else product), leaf.block(host, tensor))
                     used += 2
-    experts = [n for n in tensors if ".mlp.experts." in n]  # one module for all experts: see the test below
+    # one module for all experts: see the test below
+    experts = [n for n in tensors if ".mlp.experts." in n or ".mixer.experts." in n]
     copies = [n for n in tensors if n.endswith("base_layer.weight")]
     assert used + len(experts) + len(copies) == len(tensors)
     assert adapter.num_tensors == used + len(experts)

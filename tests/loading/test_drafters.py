@@ -166,7 +166,7 @@ def run(drafter, model, ids, states):
         spec, params, x, jnp.arange(TOKENS), None, jnp.zeros((1, TOKENS), jnp.int32), decoder.dense_causal_attend
     )
     logits = draft_head.head_logits(spec, params, hidden, model.params)
-    return np.asarray(logits), np.asarray(draft_head.next_state(spec, params, hidden))
+    return np.asarray(logits), np.asarray(draft_head.next_state(spec, params, model.params, hidden))
 
 
 def inputs(count, seed=9):
@@ -347,7 +347,7 @@ def test_a_model_without_mtp_layers_is_refused(target, tmp_path):
     alone = write(tmp_path, TARGET, {})
     (tmp_path / "model.safetensors").unlink()
     described = describe(engine(alone), "cpu")
-    with pytest.raises(ModelLoadError, match=r"no MTP layer: config.json has no num_nextn_predict_layers: use"):
+    with pytest.raises(ModelLoadError, match=r"no MTP layer: config.json has no num_nextn_predict_layers or mtp_"):
         describe_drafter(SpeculationConfig(method="mtp"), described, engine(alone), "cpu")
 
 

@@ -113,7 +113,7 @@ def test_eagle3_against_formulas(options: dict) -> None:
     want_hidden, want_logits = expected_eagle(spec, w, w["embed"][ids], states)
     np.testing.assert_allclose(hidden, want_hidden, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(logits, want_logits, rtol=1e-4, atol=1e-4)
-    state = jax.jit(draft_head.next_state, static_argnums=0)(spec, params, hidden)
+    state = jax.jit(draft_head.next_state, static_argnums=0)(spec, params, {}, hidden)
     want = rms(want_hidden, w["final_norm"]) if spec.norm_output else want_hidden
     np.testing.assert_allclose(state, want, rtol=1e-4, atol=1e-4)
 

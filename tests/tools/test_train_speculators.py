@@ -69,7 +69,7 @@ def test_a_pass_over_all_rows_is_what_a_served_head_computes(tools: types.Simple
             positions, shape = jnp.arange(len(rows)), jnp.zeros((1, len(rows)), jnp.int32)
             hidden, _ = draft_head.head_layer(spec, params, x, positions, None, shape, decoder.dense_causal_attend)
             outputs.append(hidden[-1])
-            rows.append(draft_head.next_state(spec, params, hidden)[-1])
+            rows.append(draft_head.next_state(spec, params, of_target, hidden)[-1])
         return outputs
 
     @jax.jit

@@ -76,7 +76,9 @@ class Modules:
             for tensor in leaf.tensors:
                 for name in tensor.names:
                     self._named[name] = leaf, tensor
-                if leaf.leaf in _FUSED and leaf.layer is not None and (match := _EXPERTS.fullmatch(tensor.rule.name)):
+                if leaf.leaf not in _FUSED or leaf.layer is None:
+                    continue
+                for match in filter(None, map(_EXPERTS.fullmatch, (tensor.rule.name, *tensor.rule.aliases))):
                     path = match[1].format(layer=leaf.layer)
                     for fused in (path, path.replace(".block_sparse_moe.", ".mlp.")):  # Mixtral's name since 5.0
                         self._fused[fused] = leaf.layer

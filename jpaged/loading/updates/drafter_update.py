@@ -15,7 +15,7 @@ from jpaged.errors import ModelLoadError
 from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.drafters.drafter import mesh_of, placer_of
 from jpaged.loading.drafters.head_weights import head_shapes, load_head
-from jpaged.loading.drafters.mtp import plan_new_layer
+from jpaged.loading.drafters.mtp import head_names, plan_new_layer
 from jpaged.loading.model import LoadedModel
 from jpaged.loading.updates.described import difference
 from jpaged.models.draft_head import HeadSpec
@@ -50,6 +50,11 @@ class MTPLayer:
         placer = placer_of(speculation, config, platform, mesh_of(of_model))
         layers = loaded.spec.num_layers
         return cls(spec, family_of(loaded.config), loaded.config, layers, loaded.dtype, placer, slots)
+
+    @property
+    def of_model(self) -> tuple[str, ...]:
+        """Names of the model's tensors that the layer may have a copy of."""
+        return head_names(self.family) if self.spec.own_head else ()
 
     def new(self, source: TensorSource) -> list[NewDrafter]:
         """The layer among new weights, checked; empty if they have none. Raises ModelLoadError if it does not fit."""

@@ -141,6 +141,7 @@ class _Stream:
         self._shape: dict[LeafTensors, tuple[int, ...]] = {}
         self._arrays: dict[str, Any] = {}
         self._of_mtp: dict[str, Any] = {}  # all arrays of MTP layers, by name
+        self._for_mtp: dict[str, Any] = {}  # arrays of the model that an MTP layer may have a copy of
         self._constants: list[LeafTensors] = []
         for leaf in engine.family.tensors(tree):
             self._shape[leaf] = (tree if leaf.layer is None else tree["layers"][leaf.layer])[leaf.leaf].shape
@@ -156,6 +157,8 @@ class _Stream:
 
     def add(self, name: str, array: Any) -> list[NewLeaf]:
         """Add an array. Returns the leaves that it completes. Raises ModelLoadError."""
+        if self._engine.mtp is not None and name in self._engine.mtp.of_model:
+            self._for_mtp[name] = array
         if name not in self._target:
             self._skip(name, array)
             return []
@@ -190,10 +193,11 @@ class _Stream:
             constant = self._engine.constants[leaf.leaf]
             plan = LeafPlan(LeafTensors(leaf.leaf, leaf.layer, ()), self._shape[leaf], (), constant)
             yield from _new_leaves(plan, ArraySource({}), self._engine)
-        if unknown := self._of_mtp.keys() - mtp_tensors(self._of_mtp, self._engine.spec.num_layers):
+        unknown = self._of_mtp.keys() - mtp_tensors(self._of_mtp, self._engine.spec.num_layers)
+        if unknown := {name for name in unknown if not self._engine.family.ignored.fullmatch(name)}:
             raise ModelLoadError(f"{min(unknown)} is not a tensor of the model")
         if self._engine.mtp is not None:
-            yield from self._engine.mtp.new(ArraySource(self._of_mtp))
+            yield from self._engine.mtp.new(ArraySource(self._of_mtp | self._for_mtp))
 
     def _skip(self, name: str, array: Any) -> None:
         """Raise ModelLoadError unless an array without a leaf may be left out."""

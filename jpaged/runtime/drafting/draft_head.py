@@ -137,7 +137,7 @@ class HeadOptions:
 def target_leaves(spec: HeadSpec, target_spec: DecoderSpec, params: Params) -> Params:
     """The leaves of the target's tree that a head reads. Fewer arguments make a call faster."""
     names = set() if spec.own_embed else {"embed"}
-    if not spec.aux_layers:
+    if not (spec.aux_layers and spec.own_norm):
         names |= {"final_norm", "final_norm_bias"}
     if not spec.own_head:
         names.add("embed" if target_spec.tie_embeddings else "lm_head")
@@ -231,7 +231,7 @@ def propose_head(
         writes, positions = i < num_drafts, length - 1 + i
         # a row without a draft has one key, any key: its results are not used, and must be finite
         lens = jnp.where(row < num_rows, jnp.where(writes, positions + 1, progress[:, 1] * shape.block_size + 1), 0)
-        before = next_state(options.spec, params, out, num_tokens=num_rows)
+        before = next_state(options.spec, params, target, out, num_tokens=num_rows)
         draft = lax.dynamic_slice(drafts, (0, i - 1), (shape.rows, 1))[:, 0]
         out, pages = work.layer(
             as_pages(page_arrays, page_v_dim), draft, before, positions, row, writes, starts, lens,

@@ -48,8 +48,10 @@ class TableColumns:
         return cls(kv_groups.windows.index(None) * width, width)
 
 
-# The arrays of a `DraftState` as programs take and return them: page arrays, tail, hidden, progress.
-DraftArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Leaf, Leaf, Leaf]
+# The arrays of a `DraftState` as programs take and return them: page arrays; then tail, hidden and progress, arrays or
+# None. An array without elements would not do: on several devices JAX gives such a result another sharding, which the
+# next call refuses.
+DraftArrays = tuple[tuple[tuple[Leaf, Leaf | None], ...], Any, Any, Any]
 
 
 @flax.struct.dataclass
@@ -59,13 +61,13 @@ class DraftState:
     # (data, scales) of each layer's pages. Draft model: entry p is of token p. Head: of token p + 1 and hidden state p
     page_arrays: tuple[tuple[Leaf, Leaf | None], ...]
     # Draft model: int32[rows, 2], (position, token) of the last draft of each row. Its KV is not in the pages, but
-    # all KV before it is. If the target accepts all drafts, the next proposal computes it.
-    tail: Leaf
-    # Head: [rows, hidden_size], the head's output at the row's last absorbed position. Draft model: [0, 0]
-    hidden: Leaf
+    # all KV before it is. If the target accepts all drafts, the next proposal computes it. Head: None
+    tail: Leaf | None
+    # Head: [rows, hidden_size], the head's output at the row's last absorbed position. Draft model: None
+    hidden: Leaf | None
     # Head: int32[rows, 2], (next index, first block). The head has absorbed all indices of a row from the start of the
-    # first block to the one before the next index. Attention sees no others. Draft model: [0, 2]
-    progress: Leaf
+    # first block to the one before the next index. Attention sees no others. Draft model: None
+    progress: Leaf | None
     page_v_dim: int | None = flax.struct.field(pytree_node=False, default=None)  # `KVPages.v_dim`
 
     @property
@@ -108,12 +110,11 @@ def draft_state_shapes(
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
     page = (kv_format or KVFormat(dtype)).page_shapes(spec, sizes.block_size, sizes.num_blocks, sharding)
-    head_rows = sizes.rows if sizes.is_head else 0
     return DraftState(
         page_arrays=((page.data, page.scales),) * spec.num_layers,
-        tail=array(np.int32, 0 if sizes.is_head else sizes.rows, 2),
-        hidden=array(dtype, head_rows, spec.hidden_size if sizes.is_head else 0),
-        progress=array(np.int32, head_rows, 2),
+        tail=None if sizes.is_head else array(np.int32, sizes.rows, 2),
+        hidden=array(dtype, sizes.rows, spec.hidden_size) if sizes.is_head else None,
+        progress=array(np.int32, sizes.rows, 2) if sizes.is_head else None,
         page_v_dim=page.v_dim,
     )
 

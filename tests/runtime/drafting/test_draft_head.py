@@ -153,7 +153,7 @@ def dense_pass(name, params, target, states, following, first, last):
         spec, params, x, first + jnp.arange(LONGEST), None, shape, decoder.dense_causal_attend
     )
     logits = draft_head.head_logits(spec, params, out, target)[last]
-    return draft_head.to_target_ids(params, jnp.argmax(logits)), draft_head.next_state(spec, params, out)[last]
+    return draft_head.to_target_ids(params, jnp.argmax(logits)), draft_head.next_state(spec, params, target, out)[last]
 
 
 @pytest.fixture(params=list(SPECS))
