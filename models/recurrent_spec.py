@@ -39,6 +39,10 @@ class Recurrence:
         """Arrays that one token adds to the state: `recurrent.Inputs` without the axis of tokens."""
         raise NotImplementedError
 
+    def of_layer(self, layer: int) -> Self:
+        """One layer's kind; itself if all layers are alike."""
+        return self
+
     def split(self, count: int) -> Self:
         """One device's part of the layers, if `count` devices share their heads. Raises ModelLoadError if they cannot.
 
