@@ -3,8 +3,8 @@
 1. `_project` makes queries, one key per token, which is its value too, and the inputs of entries.
 2. An entry is a weighted sum of the values of its tokens (`make_entries`). The weights are a softmax over the tokens,
    for each number of the vector. Its position is that of its chunk's first token.
-3. A query at position p attends to the last `window` tokens, and to entries of chunks that end at p or before: to all,
-   or to the best `top_k` by the score of an indexer (`indexer`), which has small entries of its own.
+3. A query at position p attends to the last `window` tokens, and to entries of chunks that end at p or before. An
+   indexer (`indexer`), which has small entries of its own, may choose the best `top_k` of them.
 4. Rope has rotated the values with the keys. The output is rotated back, by the query's position.
 
 `Attend` knows the sequences. With pages, it is `jpaged.runtime.step.compressed_attention`.
@@ -181,11 +181,13 @@ def attend_in_sequences(
         seen = jnp.concatenate([seen, of_entries], axis=2)
     q = projection.q.reshape(batch, length, -1, dim)
     exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    scores = jnp.einsum("bqhd,bkd->bhqk", q, keys, precision=exact, preferred_element_type=jnp.float32)
+    # XLA for CPU has no product of bfloat16 without the axis of KV heads
+    q, keys = q[:, :, None], keys[:, :, None]
+    scores = jnp.einsum("bqghd,bkgd->bghqk", q, keys, precision=exact, preferred_element_type=jnp.float32)[:, 0]
     scores = jnp.where(seen[:, None], scores * projection.scale, -1e30)
     sink = jnp.broadcast_to(projection.params["sinks"].astype(jnp.float32).reshape(-1, 1, 1), (*scores.shape[:-1], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1].astype(keys.dtype)
-    out = jnp.einsum("bhqk,bkd->bqhd", weights, keys, precision=exact, preferred_element_type=jnp.float32)
+    out = jnp.einsum("bghqk,bkgd->bqghd", weights[:, None], keys, precision=exact, preferred_element_type=jnp.float32)
     return out.astype(q.dtype).reshape(batch * length, -1, dim)
 
 

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors of DeepSeek V4, as Transformers saves them, or as the release has them."""
+"""Names and shapes of the tensors of DeepSeek V4, as Transformers saves them, or as in the release."""
 
 from typing import Any
 

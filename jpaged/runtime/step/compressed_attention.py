@@ -1,9 +1,9 @@
 """DeepSeek V4's attention over pages: keys of tokens, and entries that stand for many tokens (`models.compressed`).
 
-A page has more lines than a block has tokens (`Compressed.lines`): the keys of its tokens, then the entries of chunks
-that end in it, then the indexer's keys of these entries. All are as wide as a key. So a page is complete if its tokens
-are computed, and the prefix cache needs to know nothing of entries. The inputs of a chunk that is not finished are in
-the request's state, which prefixes keep as they keep the states of recurrent layers.
+A page has more lines than a block has tokens (`Compressed.lines`). First come the keys of its tokens. The entries of
+chunks that end in it follow, and then the indexer's keys of these entries. All lines are as wide as a key. A page is
+complete if its tokens are computed, so the prefix cache needs to know nothing of entries. The inputs of a chunk that is
+not finished are in the request's state, and the prefix cache has snapshots of it.
 
 Each token becomes a row of `paged_attention`, and each line that it attends to becomes a block of one key. First come
 the keys of the window, then the entries, both in the order of their positions.
@@ -81,7 +81,7 @@ def attend_compressed(
         else:
             entries = _best_entries(projection.index, pages, tables, finished, lines, most, count)
             finished = jnp.minimum(finished, entries.shape[1])
-        # column c is key c of the window, if there are so many, else an entry
+        # a row has `seen` keys of tokens, then entries
         column = jnp.arange(kind.window + entries.shape[1])
         entry = jnp.clip(column - seen[:, None], 0, entries.shape[1] - 1)
         entry = lines.of_entries(tables, jnp.take_along_axis(entries, entry, axis=1))
