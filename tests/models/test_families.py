@@ -147,9 +147,10 @@ CHANGES = {
         ("correction", False),
     ],
     "deepseek-v4": [
-        ("scoring", Scoring.SIGMOID), ("correction", False), ("scale", 1.0), {"rope": Rope(theta=160000.0, partial=0.5)},
-        {"window_rope": Rope(theta=500.0, partial=0.5)}, {"swiglu_limit": 7.0}, {"swiglu_alpha": 1.702},
-        {"hyper": HyperConnections(4, 1, 1e-6)}, ("recurrence", "window", 19), ("recurrence", "top_k", 7),
+        ("scoring", Scoring.SIGMOID), ("correction", False), ("scale", 1.0), {"swiglu_limit": 7.0},
+        {"rope": Rope(theta=160000.0, partial=0.5)}, {"window_rope": Rope(theta=500.0, partial=0.5)},
+        {"swiglu_alpha": 1.702}, {"hyper": HyperConnections(4, 1, 1e-6)}, ("recurrence", "window", 19),
+        ("recurrence", "top_k", 7),
     ],
     "deepseek-v4-release": [("scoring", Scoring.SQRT_SOFTPLUS), {"rope": Rope(theta=5000.0, partial=0.5)}],
     "glm-moe-dsa": [_indexed(top_k=17, interleaved=True), _indexed(interleaved=False), ("scale", 1.0)],
