@@ -20,7 +20,7 @@ MakeLeaf: TypeAlias = Callable[..., jax.ShapeDtypeStruct]  # from a shape, in th
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """Base class of the kinds. The first array of a state has the last inputs of a short convolution."""
+    """Base class of the kinds. The first array of a state, if it has any, has the last inputs of a layer."""
 
     layers: tuple[bool, ...]     # per layer: True = it keeps a state
     scans: ClassVar[bool]        # it has float32 matrices as well, which `pallas_kernels.state_scan` updates
