@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jpaged.kv_groups import KVPlace
-from jpaged.models import altup
-from jpaged.models import rope as rotary
+from jpaged.models import altup, compressed, hyper
 from jpaged.models.adapters import (
     EMBED,
     LM_HEAD,
@@ -42,6 +41,7 @@ from jpaged.models.layer_embedding import embed_for_layers, gated_layer_input
 from jpaged.models.layers import feed_forward, normalise, normalise_split, scaled, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
 from jpaged.models.recurrent import State, mix_by_state
+from jpaged.models.rope import rope_angles
 from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import (
     AltUp,
@@ -193,6 +193,7 @@ def decode(
         layer_inputs = embed_for_layers(spec.layer_embed, x, token_ids, context)
     if spec.altup is not None:
         x = altup.spread(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
+    x = x if spec.hyper is None else hyper.spread(spec.hyper, x)
     factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
         metadata = (metadata,)
@@ -230,6 +231,7 @@ def decode(
                 spec.of_layer(i), layout, leaves, cos, sin, real, num_tokens, gated_dot, shards, adapters=adapters,
                 query_factors=grown, fused=of_layer,
                 layer_input=None if layer_inputs is None else layer_inputs[:, i],
+                token_ids=token_ids if spec.experts is not None and spec.experts.hashed else None,
             ),
             kept,
             tuple(
@@ -247,6 +249,8 @@ def decode(
             choices.append(choice)
     if spec.altup is not None:
         x = altup.merge(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
+    if spec.hyper is not None:
+        x = hyper.merge(spec.hyper, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
     if layers.stop == spec.num_layers and layers.stop in capture:
         captured.append(x)
     return x, tuple(new_pages), tuple(choices), *captured
@@ -351,8 +355,8 @@ def encoder_output(
 
 
 def dense_causal_attend(
-    projection: Projection, pages: Pages, metadata: Int[Array, "batch length"], options: AttentionOptions,
-    sinks: Float[Array, " heads"] | None,
+    projection: Projection | compressed.CompressedProjection, pages: Pages, metadata: Metadata,
+    options: AttentionOptions, sinks: Float[Array, " heads"] | None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Pages]:  # fmt: skip
     """Attention within sequences of equal length, which are concatenated. For training and checks.
 
@@ -360,6 +364,8 @@ def dense_causal_attend(
     pages: keys and values of an earlier layer, for a layer without its own. The result has them for later layers.
     Matmuls are in q's dtype with float32 sums. The softmax is in float32.
     """
+    if isinstance(projection, compressed.CompressedProjection):
+        return compressed.attend_in_sequences(projection, metadata[0]), pages
     batch, length = metadata.shape
     if projection.has_keys:
         q, k, v = projection.finish()
@@ -471,6 +477,8 @@ def _run_layer(
     With `DecoderSpec.lone_feed_forward`, only one of the two.
     kept, metadata: one for each of the mixers. Without experts, the third result is None.
     """
+    if context.spec.compressed is not None:
+        return compressed.run_layer(x, context, kept, metadata, mixers, attend)
     if context.spec.altup is not None:
         return _run_altup_layer(context.spec.altup, x, context, kept, metadata, mixers, attend)
     is_first = context.spec.norm_position in (NormPosition.PRE, NormPosition.SANDWICH)
@@ -665,22 +673,6 @@ def _qkv(
         cuts = (slice(q_per_kv), slice(q_per_kv, q_per_kv + 1), slice(q_per_kv + 1, None))
         parts = [add(part, bias[:, cut]) for part, cut in zip(parts, cuts, strict=True)]
     return (parts[0].reshape(tokens, -1, spec.head_dim), parts[1][:, :, 0], parts[2][:, :, 0]), None
-
-
-def rope_angles(
-    spec: DecoderSpec, rope: Rope, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
-) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-    """float32 cos and sin of each token's angles, times the attention factor of the rope scaling."""
-    seq_len = positions + 1 if rope_lens is None else rope_lens
-    if rope.scaling == "dynamic":
-        frequencies, factor = rotary.dynamic_inv_freq(rope, spec.rope_dim(rope), seq_len), 1.0
-    elif rope.scaling == "longrope":
-        frequencies, factor = rotary.longrope_inv_freq(rope, spec.rope_dim(rope), seq_len)
-    else:
-        inv_freq, factor = rotary.inv_freq(rope, spec.rope_dim(rope), spec.max_position)
-        frequencies = jnp.asarray(inv_freq)[None, :]
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def query_factors(scaling: QueryScaling, positions: Int[Array, " tokens"]) -> Float[Array, " tokens"]:

@@ -35,6 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.models import decoder
 from jpaged.models.layers import normalise
 from jpaged.models.linear import LayerContext, linear, take_rows
+from jpaged.models.rope import rope_angles
 from jpaged.models.sharding import WHOLE, Shards
 from jpaged.models.spec import DecoderSpec, NormPosition, Params, WeightLayout, param_shapes
 
@@ -238,7 +239,7 @@ def head_layer(
     pages, metadata, attend, and the other arguments: as for `decoder.decode`, of one layer.
     """
     rope = spec.layer.layer_rope(0)
-    cos, sin = (None, None) if rope is None else decoder.rope_angles(spec.layer, rope, positions, rope_lens)
+    cos, sin = (None, None) if rope is None else rope_angles(spec.layer, rope, positions, rope_lens)
     leaves = params["layers"][0] | decoder.layer_vectors(params, 0)
     context = LayerContext(spec.layer, layout, leaves, cos, sin, real, num_tokens, gated_dot, shards)
     hidden, (pages,), _ = decoder.run_normed_layer(

@@ -23,7 +23,7 @@ from jpaged.models.adapters import with_expert_adapters
 from jpaged.models.layers import expanded, feed_forward, normalise, softcap
 from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
 from jpaged.models.sharding import TENSOR, Shards, SplitWeight, splits_inputs
-from jpaged.models.spec import Experts, Scoring
+from jpaged.models.spec import HASHED, Experts, Scoring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,11 +212,14 @@ def route(
         return _sparse_mixer(experts, logits)
     if experts.scoring is Scoring.SIGMOID:
         scores = jax.nn.sigmoid(logits)
+    elif experts.scoring is Scoring.SQRT_SOFTPLUS:
+        scores = jnp.sqrt(jax.nn.softplus(logits))
     else:
         # Not jax.nn.softmax: XLA on CPU fuses maximum and exponential, and bits then depend on the number of tokens.
         scores = jnp.exp(logits - row_max(logits)[:, None])
         scores /= row_sum(scores)[:, None]
-    ranking = scores + context.params["router_correction"] if experts.correction else scores
+    corrected = experts.correction and HASHED not in context.params
+    ranking = scores + context.params["router_correction"] if corrected else scores
     if experts.weigh_inputs:
         ranking = logits  # sigmoids of large logits are equal
     if experts.expert_groups_per_token:
@@ -225,7 +228,11 @@ def route(
         kept = lax.top_k(group_scores, experts.expert_groups_per_token)[1]
         is_kept = (kept[:, :, None] == jnp.arange(experts.expert_groups)).any(1)
         ranking = jnp.where(is_kept[:, :, None], members, -jnp.inf).reshape(ranking.shape)
-    choice = lax.top_k(ranking, experts.per_token)[1]
+    if HASHED in context.params:
+        assert context.token_ids is not None
+        choice = jnp.take(context.params[HASHED], context.token_ids, axis=0, mode="clip")
+    else:
+        choice = lax.top_k(ranking, experts.per_token)[1]
     weights = jnp.take_along_axis(scores, choice, axis=1)
     if experts.renormalise:
         weights /= row_sum(weights)[:, None] + experts.weight_offset

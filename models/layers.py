@@ -83,10 +83,12 @@ def gate(spec: DecoderSpec, gated: Array, up: Array) -> Array:
     gated = scaled(gated, spec.gate_scale)
     if spec.swiglu_limit is None:
         return activate(spec.activation.value, gated) * up
-    # gpt-oss: gate and up are clamped, 1 is added to up, and the sigmoid is steeper than in SiLU.
+    # Gate and up are clamped. gpt-oss: 1 is added to up, and the sigmoid is steeper than in SiLU.
     x, y = gated.astype(jnp.float32), up.astype(jnp.float32)
     x = jnp.minimum(x, spec.swiglu_limit)
     y = jnp.clip(y, -spec.swiglu_limit, spec.swiglu_limit)
+    if spec.swiglu_alpha is None:
+        return (jax.nn.silu(x) * y).astype(gated.dtype)
     return ((y + 1) * x * jax.nn.sigmoid(spec.swiglu_alpha * x)).astype(gated.dtype)
 
 

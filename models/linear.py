@@ -29,7 +29,7 @@ from pallas_kernels.platforms import takes_native
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "cos", "sin", "real", "num_rows", "adapters", "query_factors", "layer_input"],
+    data_fields=["params", "cos", "sin", "real", "num_rows", "adapters", "query_factors", "layer_input", "token_ids"],
     meta_fields=["spec", "layout", "gated_dot", "fused", "shards", "watch"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class LayerContext:
     adapters: LayerAdapters | None = None  # LoRA adapters of the tokens; None: the engine has none
     query_factors: Array | None = None  # float32[tokens], factors of the queries (`spec.QueryScaling`); None: 1
     layer_input: Array | None = None  # [tokens, size], vectors of `spec.LayerEmbedding`; None: the model has none
+    token_ids: Array | None = None  # int32[tokens], for `Experts.hashed`; None: the model has no such layers
     # implementation of the matmuls and sums in `fused_layer`, "triton" or "triton_fixed"; None: XLA's operations
     fused: str | None = None
 

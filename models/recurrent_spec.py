@@ -20,7 +20,7 @@ MakeLeaf: TypeAlias = Callable[..., jax.ShapeDtypeStruct]  # from a shape, in th
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """Base class of the kinds. The first array of a state has the last inputs of a short convolution."""
+    """Base class of the kinds. The first array of a state, if it has any, has the last inputs of a layer."""
 
     layers: tuple[bool, ...]     # per layer: True = it keeps a state
     scans: ClassVar[bool]        # it has float32 matrices as well, which `pallas_kernels.state_scan` updates
@@ -38,6 +38,10 @@ class Recurrence:
     def input_shapes(self, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Arrays that one token adds to the state: `recurrent.Inputs` without the axis of tokens."""
         raise NotImplementedError
+
+    def of_layer(self, layer: int) -> Self:
+        """One layer's kind; itself if all layers are alike."""
+        return self
 
     def split(self, count: int) -> Self:
         """One device's part of the layers, if `count` devices share their heads. Raises ModelLoadError if they cannot.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jpaged.models.spec import Rope
+from jpaged.models.spec import DecoderSpec, Rope
 
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
@@ -37,6 +37,22 @@ def inv_freq(rope: Rope, head_dim: int, max_position: int) -> tuple[np.ndarray, 
     if rope.scaling == "yarn":
         return _yarn(rope, plain, original), _yarn_attention_factor(rope)
     raise ValueError(f"rope scaling {rope.scaling!r} has no fixed frequencies")
+
+
+def rope_angles(
+    spec: DecoderSpec, rope: Rope, positions: Int[Array, " tokens"], rope_lens: Int[Array, " tokens"] | None
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """float32 cos and sin of each token's angles, times the attention factor of the rope scaling."""
+    seq_len = positions + 1 if rope_lens is None else rope_lens
+    if rope.scaling == "dynamic":
+        frequencies, factor = dynamic_inv_freq(rope, spec.rope_dim(rope), seq_len), 1.0
+    elif rope.scaling == "longrope":
+        frequencies, factor = longrope_inv_freq(rope, spec.rope_dim(rope), seq_len)
+    else:
+        fixed, factor = inv_freq(rope, spec.rope_dim(rope), spec.max_position)
+        frequencies = jnp.asarray(fixed)[None, :]
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def dynamic_inv_freq(rope: Rope, head_dim: int, seq_len: Int[Array, " tokens"]) -> Float[Array, "tokens half"]:

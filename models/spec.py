@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jpaged.models.compressed_spec import Compressed, HyperConnections
+from jpaged.models.latent_spec import Indexer, Latent
 from jpaged.models.recurrent_spec import Recurrence
 
 # The tree of `param_shapes`: leaves by name, and under "layers" a tuple with a dict of leaves per layer. Leaves are
@@ -118,12 +120,17 @@ class QueryScaling:
 # Leaves that are float32 in models of any dtype. `router_correction` affects the choice of experts: in bfloat16,
 # DeepSeek-V3's would send one token in eight to other experts. Most of the others are exponents of a state's decay.
 FLOAT32_LEAVES = frozenset({
-    "router_correction", "delta_a_log", "delta_dt_bias", "mamba_a_log", "mamba_dt_bias", "mamba_d",
+    "router_correction", "delta_a_log", "delta_dt_bias", "mamba_a_log", "mamba_dt_bias", "mamba_d", "entry_bias",
+    "index_bias", "hc_attn_fn", "hc_attn_base", "hc_attn_scale", "hc_ffn_fn", "hc_ffn_base", "hc_ffn_scale",
+    "hc_head_fn", "hc_head_base", "hc_head_scale",
 })  # fmt: skip
+HASHED = "router_table"  # int32 leaf [vocab_size, per_token]: the experts of each token id (DeepSeek V4)
 
 
 def leaf_dtype(name: str, dtype: DTypeLike) -> np.dtype:
     """dtype of the leaf `name` in a model of dtype `dtype`."""
+    if name == HASHED:
+        return np.dtype(np.int32)
     return np.dtype(np.float32 if name in FLOAT32_LEAVES else dtype)
 
 
@@ -132,6 +139,7 @@ class Scoring(enum.Enum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"  # (DeepSeek-V3)
+    SQRT_SOFTPLUS = "sqrtsoftplus"  # sqrt(log(1 + exp(x))) (DeepSeek V4)
     # Each choice has its own softmax, over the experts that are left and nearly as good (arXiv:2310.00811; Phi-3.5-MoE)
     SPARSE_MIXER = "sparse_mixer"
 
@@ -162,51 +170,7 @@ class Experts:
     # A dense feed-forward network is next to the experts, and both have norms of their own. The router has a norm, and
     # a factor for each expert (Gemma 4)
     beside_dense: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Indexer:
-    """Sparse attention: a query attends to the `top_k` tokens with the best scores (DeepSeek-V3.2, GLM-5).
-
-    A token's score is computed from a small key. See `models.indexer`.
-    """
-
-    heads: int                   # of the indexer's queries; a token has one key
-    head_dim: int
-    top_k: int
-    interleaved: bool = False    # rope pairs dimensions 2i and 2i + 1, not i and i + half
-    # per layer: True = it has an indexer, False = it takes the tokens of the layer before; () = all have one (GLM-5.2)
-    layers: tuple[bool, ...] = ()
-
-    def is_in(self, layer: int) -> bool:
-        """True if the layer has an indexer."""
-        return not self.layers or self.layers[layer]
-
-
-@dataclasses.dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (arXiv:2405.04434). The spec has one KV head.
-
-    The KV cache has one vector per token: the latent vector, the rotated part of the key, and the indexer's key.
-    """
-
-    q_rank: int | None           # width of the compressed queries; None: queries come from the hidden state directly
-    kv_rank: int                 # width of the latent vector that is cached per token for keys and values
-    nope_dim: int                # per head: dimensions of queries and keys without rotary embedding
-    rope_dim: int                # per head: dimensions of queries and keys with rotary embedding
-    v_dim: int                   # per head: dimensions of the values
-    interleaved: bool = True     # rope pairs dimensions 2i and 2i + 1, not i and i + half
-    indexer: Indexer | None = None  # chooses the tokens that a query attends to; None: all
-
-    @property
-    def key_dim(self) -> int:
-        """Width of the keys of attention: the latent vector and the rotated part."""
-        return self.kv_rank + self.rope_dim
-
-    @property
-    def width(self) -> int:
-        """Width of the vector that is cached per token."""
-        return self.key_dim + (0 if self.indexer is None else self.indexer.head_dim)
+    hashed: tuple[bool, ...] = ()  # per layer: True = a token's id chooses its experts; () = no layer (DeepSeek V4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +279,7 @@ class DecoderSpec:
     activation: Activation = Activation.SILU
     gated: bool = True           # act(gate) * up, else act(up)
     swiglu_limit: float | None = None  # limit of gate and up in gpt-oss's activation; see `layers.gate`
-    swiglu_alpha: float = 1.702        # slope of the sigmoid in gpt-oss's activation
+    swiglu_alpha: float | None = 1.702  # slope of the sigmoid there; None: SiLU, and no 1 is added (DeepSeek V4)
     experts: Experts | None = None
     latent: Latent | None = None
     recurrence: Recurrence | None = None  # layers with a state of fixed size per request (Qwen3.5, LFM2, Nemotron-H)
@@ -348,6 +312,7 @@ class DecoderSpec:
     intermediate_sizes: tuple[int, ...] = ()  # width of each layer's feed-forward network; () = intermediate_size
     layer_embed: LayerEmbedding | None = None
     altup: AltUp | None = None   # (Gemma 3n)
+    hyper: HyperConnections | None = None  # (DeepSeek V4)
     laurel_rank: int = 0         # rank of a matrix next to attention, with its own residual (LAuReL, arXiv:2411.07501)
     # per layer: share of the gates that are cut off, if they were normally distributed; () = none (Gemma 3n)
     activation_sparsity: tuple[float, ...] = ()
@@ -395,7 +360,8 @@ class DecoderSpec:
         """Number of dimensions per head that a rope of the model rotates."""
         if rope.scaling == "proportional":
             return self.head_dim
-        return int(self.head_dim * rope.partial) if self.latent is None else self.latent.rope_dim
+        rotating = self.latent or self.compressed
+        return int(self.head_dim * rope.partial) if rotating is None else rotating.rope_dim
 
     def of_layer(self, layer: int) -> "DecoderSpec":
         """The spec with this layer's heads, norms and widths; itself if all layers are alike.
@@ -436,12 +402,23 @@ class DecoderSpec:
     @property
     def page_v_dim(self) -> int | None:
         """Latent pages: values are the first `page_v_dim` elements of the keys. None: values are stored separately."""
+        if self.compressed is not None:
+            return self.head_dim
         return None if self.latent is None else self.latent.kv_rank
+
+    @property
+    def compressed(self) -> Compressed | None:
+        """Attention of DeepSeek V4; None: other attention."""
+        return self.recurrence if isinstance(self.recurrence, Compressed) else None
 
     @property
     def indexer(self) -> Indexer | None:
         """Chooses the tokens that a query attends to; None: all."""
         return None if self.latent is None else self.latent.indexer
+
+    def lines(self, block_size: int) -> int:
+        """Vectors of a KV head in a page of `block_size` tokens: their keys, and DeepSeek V4's entries."""
+        return block_size if self.compressed is None else self.compressed.lines(block_size)
 
     def is_sparse(self, layer: int) -> bool:
         """True if the layer has experts."""
@@ -475,7 +452,7 @@ class DecoderSpec:
         if not self.attends or self.attends[layer]:
             of_layer += (self.attention(layer),)
         if self.recurrence is not None and self.recurrence.layers[layer]:
-            of_layer += (self.recurrence,)
+            of_layer += (self.recurrence.of_layer(layer),)
         return of_layer
 
     def attention(self, layer: int) -> AttentionOptions:
@@ -546,6 +523,8 @@ def param_shapes(spec: DecoderSpec, dtype: DTypeLike) -> Params:
         width = s.num_layers * s.layer_embed.size
         tree |= {"layer_embed": leaf(s.layer_embed.vocab_size, width), "layer_embed_in": leaf(width, hidden)}
         tree["layer_embed_norm"] = leaf(s.layer_embed.size)
+    if s.hyper is not None:
+        tree |= s.hyper.last_leaves(hidden)
     if s.altup is not None:
         names = (f"altup_{kind}_{i}" for kind in ("in", "out") for i in range(s.altup.streams - 1))
         tree |= {name: leaf(hidden, hidden) for name in names}
@@ -611,10 +590,12 @@ def _latent_vectors(s: DecoderSpec, m: Latent, leaf: Callable[..., jax.ShapeDtyp
 def _layer_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.ShapeDtypeStruct]) -> Params:
     """Leaves of one layer: matrices, biases of experts, and vectors that kernels read."""
     tree: Params = {}
-    if not s.attends or s.attends[layer]:
+    if s.compressed is None and (not s.attends or s.attends[layer]):
         tree |= _attention_shapes(s, layer, leaf)
     if s.recurrence is not None and s.recurrence.layers[layer]:
-        tree |= s.recurrence.leaves(s.hidden_size, leaf)
+        tree |= s.recurrence.of_layer(layer).leaves(s.hidden_size, leaf)
+    if s.hyper is not None:
+        tree |= s.hyper.leaves(s.hidden_size)
     if s.layer_embed is not None:
         size = s.layer_embed.size
         tree |= {"layer_in": leaf(size, s.hidden_size), "layer_out": leaf(s.hidden_size, size)}
@@ -682,6 +663,9 @@ def _feed_forward_shapes(s: DecoderSpec, layer: int, leaf: Callable[..., jax.Sha
     sparse = {}
     if s.experts is not None and s.is_sparse(layer):
         sparse = _expert_shapes(s.experts, s.hidden_size, 1 + s.gated, leaf)
+        if s.experts.hashed and s.experts.hashed[layer]:
+            sparse.pop("router_correction", None)
+            sparse[HASHED] = jax.ShapeDtypeStruct((s.vocab_size, s.experts.per_token), leaf_dtype(HASHED, np.int32))
         if not s.experts.beside_dense:
             return sparse
     tree = sparse | {"down": leaf(s.hidden_size, s.intermediate_size)}

@@ -98,6 +98,8 @@ class Check:
         model = load_model(EngineConfig(model=self.model, dtype="float32", runner=self.runner))
         if model.spec.encoder is not None:
             raise ModelLoadError(f"{model.source} is an encoder: this check compares decoders")
+        if model.spec.hyper is not None:
+            raise ModelLoadError(f"{model.source} has several streams of hidden states: this check compares one")
         if expected is None:
             expected = transformers_answers(model, self._token_ids(model))
             if self.record is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.loading.dtypes import BY_NAME
 from jpaged.models.families.wrappers import text_config
-from jpaged.models.spec import FLOAT32_LEAVES, DecoderSpec, WeightLayout, param_shapes
+from jpaged.models.spec import FLOAT32_LEAVES, HASHED, DecoderSpec, WeightLayout, param_shapes
 
 SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # fused leaves, and the leaves that may replace them
 _LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -162,6 +162,10 @@ def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np
             raise ModelLoadError(f"{name} is a {type(leaf).__name__}, not a JAX array: put it on the device first")
         if leaf.is_deleted():
             raise ModelLoadError(f"{name} has been deleted, for example by donating it to a jitted function")
+        if short == HASHED:
+            if leaf.dtype != np.int32:
+                raise ModelLoadError(f"{name} is {leaf.dtype}: it must be int32, because it has numbers of experts")
+            continue
         if np.dtype(leaf.dtype) not in BY_NAME.values():
             raise ModelLoadError(f"{name} is {leaf.dtype}; supported are {', '.join(BY_NAME)}")
         if short in FLOAT32_LEAVES:

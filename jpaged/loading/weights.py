@@ -30,7 +30,7 @@ from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.kv_scales import KVScales
 from jpaged.models.new_leaves import NewLeaf
 from jpaged.models.quantization import LEAVES, PART_AXES, UNCHANGED, JoinedWeight, LeafPlacer
-from jpaged.models.spec import DecoderSpec, leaf_dtype, param_shapes
+from jpaged.models.spec import HASHED, DecoderSpec, leaf_dtype, param_shapes
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.quantized_dot.weight import ARRAYS
 
@@ -153,7 +153,7 @@ def plan_leaves(
             if name is None:
                 missing.append(checkpoint.label(tensor.name))
             else:
-                _check_tensor(checkpoint, name, tensor.rule.shape(leaf.block(blank, tensor)))
+                _check_tensor(checkpoint, name, tensor.rule.shape(leaf.block(blank, tensor)), leaf.leaf)
                 files.append(name)
         packed = _packed(leaf, checkpoint, files) if len(files) == len(leaf.tensors) else ()
         leaves.append(LeafPlan(leaf, shape, tuple(files), None, packed))
@@ -467,17 +467,18 @@ def equal_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(a, b, strict=True))
 
 
-def _check_tensor(checkpoint: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+def _check_tensor(checkpoint: TensorSource, name: str, shape: tuple[int, ...], leaf: str) -> None:
     entry = checkpoint.entry(name)
     if entry.shape != shape:
         raise ModelLoadError(
             f"{checkpoint.path(name)}: {checkpoint.label(name)} has shape {list(entry.shape)}, "
             f"{checkpoint.config_name} calls for {list(shape)}: config and weights are from different models"
         )
-    if entry.dtype not in _CONVERTIBLE:
+    accepted = ("I64", "I32") if leaf == HASHED else _CONVERTIBLE
+    if entry.dtype not in accepted:
         raise ModelLoadError(
             f"{checkpoint.path(name)}: {checkpoint.label(name)} is {entry.dtype}; supported are "
-            f"{', '.join(_CONVERTIBLE)}: use a checkpoint that is not quantized"
+            f"{', '.join(accepted)}: use a checkpoint that is not quantized"
         )
 
 

@@ -89,7 +89,7 @@ class KVFormat:
     ) -> KVPages:
         """One page array, as ShapeDtypeStructs."""
         return KVPages.shapes(
-            num_blocks, block_size, spec.num_kv_heads, spec.head_dim, self.dtype, v_dim=spec.page_v_dim,
+            num_blocks, spec.lines(block_size), spec.num_kv_heads, spec.head_dim, self.dtype, v_dim=spec.page_v_dim,
             sharding=sharding,
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ class KVFormat:
         scales = self._array_scales(kv_groups)
         return [
             KVPages.create(
-                num_blocks, block_size, spec.num_kv_heads, spec.head_dim, self.dtype, v_dim=spec.page_v_dim,
+                num_blocks, spec.lines(block_size), spec.num_kv_heads, spec.head_dim, self.dtype, v_dim=spec.page_v_dim,
                 fp8_scales=None if scales is None else scales[index], device=sharding,
             )
             for index in range(kv_groups.num_arrays)

@@ -166,12 +166,15 @@ def _recurrent_shapes(
     recurrence = spec.recurrence
     if recurrence is None:
         return ()
-    lead, arrays = (sizes.rows + sizes.snapshots,), recurrence.state_shapes(dtype)
-    of_layer = tuple(
-        _row_major(_of_heads(each, lead, axis, placement))
-        for each, axis in zip(arrays, recurrence.state_axes, strict=True)
+    lead = (sizes.rows + sizes.snapshots,)
+    kinds = [recurrence.of_layer(layer) for layer, has_state in enumerate(spec.recurrent) if has_state]
+    return tuple(
+        tuple(
+            _row_major(_of_heads(each, lead, axis, placement))
+            for each, axis in zip(kind.state_shapes(dtype), kind.state_axes, strict=True)
+        )
+        for kind in kinds
     )
-    return (of_layer,) * sum(spec.recurrent)
 
 
 def _row_major(one: Any) -> Any:

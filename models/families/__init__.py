@@ -33,6 +33,7 @@ from jpaged.models.families.llama import LLAMA
 from jpaged.models.families.ministral import MINISTRAL3
 from jpaged.models.families.mistral import MISTRAL
 from jpaged.models.families.mixtral import MIXTRAL
+from jpaged.models.families.mixtures.deepseek_v4 import DEEPSEEK_V4
 from jpaged.models.families.mixtures.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from jpaged.models.families.mixtures.ernie import ERNIE, ERNIE_MOE
 from jpaged.models.families.mixtures.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
@@ -59,7 +60,7 @@ from jpaged.models.spec import DecoderSpec
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, STARCODER2, GPT2, OPT,
     GPT_NEOX, FALCON, BLOOM, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
-    DEEPSEEK_V32, GLM_MOE_DSA,
+    DEEPSEEK_V32, DEEPSEEK_V4, GLM_MOE_DSA,
     MINISTRAL3, MISTRAL4, GRANITE4, GLM4, GLM4_MOE, GLM4_MOE_LITE, SEED_OSS, ERNIE, ERNIE_MOE, EXAONE4, COHERE, COHERE2,
     OLMOE, HUNYUAN, HUNYUAN3, MINIMAX_M2, PHIMOE, LAGUNA, LLAMA4, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE,
     NEMOTRON_H, FALCON_H1, KIMI_LINEAR, GEMMA3N, GEMMA4, GEMMA4_UNIFIED, APERTUS, ARCEE,

@@ -18,7 +18,8 @@ from jpaged.loading import load_model
 from jpaged.models.spec import param_shapes
 from jpaged.quantizing.checkpoint import quantize_checkpoint
 from jpaged.runtime.kv_format import KVFormat
-from jpaged.runtime.memory.plan import NOT_WITH_UNLIKE_LAYERS, block_bytes, decide_limits
+from jpaged.runtime.memory.plan import block_bytes, decide_limits
+from jpaged.runtime.memory.refusals import NOT_WITH_UNLIKE_LAYERS
 from jpaged.runtime.step.batch import KVGroupRows, rows_by_part
 from pallas_kernels import KVPages
 from tests.golden.checkpoints import BY_NAME, write_checkpoint

@@ -97,7 +97,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], fp8: frozenset
 _LAST_NORMS = (
     "model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight",
     "gpt_neox.final_layer_norm.weight", "model.embedding_norm.weight", "backbone.norm_f.weight",
-    "model.final_layernorm.weight",
+    "model.final_layernorm.weight", "norm.weight",
 )  # fmt: skip
 
 
@@ -115,6 +115,9 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         return bits.astype(np.uint8).reshape(shape)
     if name.endswith("_scales"):  # 2^-6 to 2^-4, for numbers up to 6
         return (np.uint8(121) + (bits % np.uint64(3)).astype(np.uint8)).reshape(shape)
+    if name.endswith("gate.tid2eid"):  # experts of DeepSeek V4: two neighbours for each id, below 6
+        first = (bits[:: shape[1]] % np.uint64(5)).astype(np.int64)
+        return first[:, None] + np.arange(shape[1])
     is_norm = "norm" in name.lower() or ".ln_" in name
     if name == "transformer.word_embeddings_layernorm.weight":  # < 0: a tied model would repeat its last token
         return np.float32(-0.75) + np.float32(0.25) * uniform
@@ -125,7 +128,10 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     # a state's decay: from 0.05 to 0.4 times the time step
     if name.endswith(("mamba.A_log", "mixer.A_log", "self_attn.A_log")):
         return np.float32(-2) + uniform
-    if name.endswith(("layer_scalar", "per_expert_scale", "correct_output_scale")):
+    if name.endswith(".ape"):  # added to the gates of entries
+        return uniform
+    factors = ("layer_scalar", "per_expert_scale", "correct_output_scale", "_attn_scale", "_ffn_scale")
+    if name.endswith((*factors, "hc_scale", "head_scale")):
         return np.float32(1) + np.float32(0.25) * uniform
     if name.endswith("router.scale"):  # is divided by the root of the width
         return np.float32(math.sqrt(shape[0])) * (np.float32(2) + np.float32(0.5) * uniform)
@@ -134,7 +140,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     if len(shape) == 1:
         return np.float32(0.5) * uniform
     embeddings = ("embed_tokens", "lm_head", "wte", "embed_in", "word_embeddings", "backbone.embeddings")
-    if any(part in name for part in embeddings):
+    if any(part in name for part in embeddings) or name in ("embed.weight", "head.weight"):
         deviation = 2 / math.sqrt(shape[1])
     elif any(part in name for part in ("embed_positions", "wpe")):
         deviation = 0.25
@@ -269,6 +275,15 @@ _KIMI = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_experts": 8, "num_experts_per_token": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 2.446,
     "model_max_length": 512, "pad_token_id": 0,
+}  # fmt: skip
+_COMPRESSED = {
+    "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8,
+    "moe_intermediate_size": 32, "intermediate_size": 32, "q_lora_rank": 24, "num_experts_per_tok": 2,
+    "n_routed_experts": 6, "sliding_window": 20, "o_groups": 2, "o_lora_rank": 12, "index_n_heads": 16,
+    "index_head_dim": 16, "index_topk": 6, "hc_mult": 4, "swiglu_limit": 1.0,
+    "num_hash_layers": 1,
+    "rope_scaling": {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+                     "beta_fast": 32, "beta_slow": 1},
 }  # fmt: skip
 _UNLIKE = {
     "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "head_dim": 16,
@@ -464,6 +479,14 @@ VARIANTS = (
          routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=72, index_topk=16,
          quantization_config=FP8 | {"scale_fmt": "ue8m0"},
          **_rope("default")),
+    _kin("deepseek-v4", "DeepseekV4ForCausalLM", "deepseek_v4", **_COMPRESSED,
+         layer_types=[f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed",
+                                                       "compressed_sparse")],
+         compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}),
+    # as the release spells it
+    _kin("deepseek-v4-release", "DeepseekV4ForCausalLM", "deepseek_v4",
+         **_COMPRESSED | {"hc_mult": 3, "num_hash_layers": 2, "num_hidden_layers": 3},
+         compress_ratios=[128, 4, 0, 0], scoring_func="sigmoid", rope_theta=500.0, compress_rope_theta=5000.0),
     _kin("glm-moe-dsa", "GlmMoeDsaForCausalLM", "glm_moe_dsa", **_LATENT, n_group=1, topk_group=1,
          n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5, index_n_heads=16, index_head_dim=16,
          index_topk=16, mlp_layer_types=["dense", "sparse"], **_rope("default")),
@@ -646,8 +669,8 @@ NEWER = (
     "ministral3", "mistral4", "granitemoehybrid", "glm4", "glm4_moe", "glm4_moe_lite", "seed_oss", "ernie4_5",
     "ernie4_5_moe", "exaone4", "cohere", "cohere2", "olmoe", "hunyuan_v1_dense", "hy_v3", "minimax_m2", "phimoe",
     "laguna", "llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h",
-    "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "glm_moe_dsa", "apertus",
-    "arcee", "kimi_linear",
+    "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "deepseek_v32", "deepseek_v4", "glm_moe_dsa",
+    "apertus", "arcee", "kimi_linear",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from tests.golden import kimi_shapes, mamba_shapes
+from tests.golden import compressed_shapes, kimi_shapes, mamba_shapes
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 
@@ -24,6 +24,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _causal_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    if config["model_type"] == "deepseek_v4":
+        return compressed_shapes.deepseek_v4(config)
     if config["model_type"].startswith(("deepseek", "mistral4", "glm4_moe_lite", "glm_moe_dsa")):
         return _deepseek_shapes(config)
     if config["model_type"] == "gemma3n_text":

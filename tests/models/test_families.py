@@ -16,6 +16,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
 from jpaged.loading.model import LoadedModel
+from jpaged.models.compressed_spec import HyperConnections
 from jpaged.models.recurrent_spec import GateNorm
 from jpaged.models.spec import (
     Activation,
@@ -46,11 +47,12 @@ TOLERANCE = 1e-4  # on natural logarithms
 
 # By default one variant of each older family, DeepSeek-V3 in the format of its release, and of the newer families those
 # with a mechanism of their own: norms after rope, unlike numbers of heads with gates, chunked attention with rope in
-# pairs and queries that grow, layers with unlike KV (shared KV, K=V, and per-layer embeddings), and AltUp with LAuReL.
+# pairs and queries that grow, layers with unlike KV (shared KV, K=V, and per-layer embeddings), AltUp with LAuReL, and
+# compressed attention with hyper-connections.
 # All of them in .ci/run.
 FIRST = [
     *(v for v in first_of_each_family() if v.config["model_type"] not in NEWER),
-    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "hunyuan", "laguna", "llama4", "gemma4", "gemma3n")),
+    *(BY_NAME[name] for name in ("deepseek-v3-fp8", "hunyuan", "laguna", "llama4", "gemma4", "gemma3n", "deepseek-v4")),
 ]
 
 
@@ -144,6 +146,13 @@ CHANGES = {
         *(_indexed(top_k=top_k) for top_k in (15, 17, 500)), _indexed(interleaved=True), {"rope": Rope()},
         ("correction", False),
     ],
+    "deepseek-v4": [
+        ("scoring", Scoring.SIGMOID), ("correction", False), ("scale", 1.0), {"swiglu_limit": 7.0},
+        {"rope": Rope(theta=160000.0, partial=0.5)}, {"window_rope": Rope(theta=500.0, partial=0.5)},
+        {"swiglu_alpha": 1.702}, {"hyper": HyperConnections(4, 1, 1e-6)}, ("recurrence", "window", 19),
+        ("recurrence", "top_k", 7),
+    ],
+    "deepseek-v4-release": [("scoring", Scoring.SQRT_SOFTPLUS), {"rope": Rope(theta=5000.0, partial=0.5)}],
     "glm-moe-dsa": [_indexed(top_k=17, interleaved=True), _indexed(interleaved=False), ("scale", 1.0)],
     "ministral3": [{"query_scaling": None}, {"rope": Rope()}],
     "ministral3-window": [{"query_scaling": None}, {"sliding_window": ()}],

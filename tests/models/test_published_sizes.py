@@ -187,6 +187,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
         30_697_345_340,
     ),
     "DeepSeek-V3.2": ("deepseek_v32", {}, 671_877_944_064),
+    "DeepSeek-V4-Flash": (
+        "deepseek_v4", {"compress_ratios": [0, 0, *(128 if i % 2 else 4 for i in range(2, 43)), 0]}, 284_334_567_511,
+    ),
     "GLM-5": ("glm_moe_dsa", {}, 743_911_218_432),
     "GLM-5.2": ("glm_moe_dsa", {"index_topk_freq": 4, "index_skip_topk_offset": 3}, 743_377_019_904),
     "Llama-4-Scout-17B-16E": ("llama4_text", {}, 107_769_861_120),

@@ -23,7 +23,7 @@ from jpaged.loading.updates.tree_update import in_layout
 from jpaged.loading.weights import HEAD, LeafPlan, equal_bytes, leaf_of, plan_weights
 from jpaged.models.families.base import LeafTensors, NamedRule, Part
 from jpaged.models.new_leaves import NewDrafter, NewLeaf
-from jpaged.models.spec import param_shapes
+from jpaged.models.spec import HASHED, param_shapes
 from pallas_kernels import QuantizedWeight
 
 _FORMAT_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -166,9 +166,10 @@ class _Stream:
         if leaf not in self._left or tensor in self._left[leaf]:
             raise ModelLoadError(f"{name} has come twice")
         wanted = tensor.rule.shape(leaf.block(np.broadcast_to(np.float32(0), self._shape[leaf]), tensor))
-        if tuple(array.shape) != wanted or not _is_real(array):
-            found = f"{array.dtype}{list(array.shape)}"
-            raise ModelLoadError(f"{name} is {found}, the model calls for real numbers of the shape {list(wanted)}")
+        whole = leaf.leaf == HASHED
+        if tuple(array.shape) != wanted or not (np.issubdtype(array.dtype, np.integer) if whole else _is_real(array)):
+            found, numbers = f"{array.dtype}{list(array.shape)}", f"{'whole' if whole else 'real'} numbers"
+            raise ModelLoadError(f"{name} is {found}, the model calls for {numbers} of the shape {list(wanted)}")
         self._arrays[name] = array
         self._left[leaf][tensor] = name
         if leaf.leaf == _EMBED:

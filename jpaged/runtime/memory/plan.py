@@ -20,10 +20,11 @@ from jpaged.engine.step_plan import TextShape
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, max_blocks
 from jpaged.models.sharding import local_shape, shards_of
-from jpaged.models.spec import DecoderSpec, Indexer, Params
+from jpaged.models.spec import DecoderSpec, Params
 from jpaged.runtime import nvidia_devices
 from jpaged.runtime.jax_compat import backends_are_started
 from jpaged.runtime.kv_format import FP8, KVFormat
+from jpaged.runtime.memory.refusals import refuse_block_size, refuse_options
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
 from jpaged.runtime.step.program_shapes import smallest_bucket, text_shapes
 from pallas_kernels import QuantizedWeight
@@ -221,13 +222,15 @@ _PARTS = {
     "output matrix": ("lm_head", "lm_head_bias", "project_out", "score", "score_bias", "head", "head_bias"),
     "attention": (
         "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
+        "kv", "o_a", "entry_kv", "entry_gate", "entry_bias",
     ),
-    "indexers": ("index_q", "index_k", "index_weights"),
+    "indexers": ("index_q", "index_k", "index_weights", "index_kv", "index_gate", "index_bias"),
     "gated DeltaNet": (),  # by prefix of the name
     "Mamba-2": (),  # by prefix of the name
     "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
     "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "xielu", "layer_scalar"),
     "per-layer embeddings": ("layer_embed", "layer_embed_in", "layer_in", "layer_out"),
+    "hyper-connections": (),
     "AltUp and LAuReL": (),  # by prefix of the name: see `_part_of`
     "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
     "norms": (),  # every name that contains "norm"
@@ -264,7 +267,10 @@ def _part_of(name: str) -> str:
         return "norms"
     if name.startswith(("expert_", "router", "shared_", "latent_")):
         return "experts"
-    kinds = {"delta": "gated DeltaNet", "mamba": "Mamba-2", "altup": "AltUp and LAuReL", "laurel": "AltUp and LAuReL"}
+    kinds = {
+        "delta": "gated DeltaNet", "mamba": "Mamba-2", "altup": "AltUp and LAuReL", "laurel": "AltUp and LAuReL",
+        "hc": "hyper-connections",
+    }  # fmt: skip
     if (kind := kinds.get(name.split("_")[0])) is not None:
         return kind
     apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
@@ -295,10 +301,7 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
 
     Raises ModelLoadError for an option that does not fit the model or another option.
     """
-    refuse_with_state(spec, config)
-    refuse_with_unlike_layers(spec, config, platform)
-    if spec.indexer is not None:
-        refuse_with_indexer(spec.indexer, config, platform)
+    refuse_options(spec, config, platform)
     on_cpu = platform == "cpu"
     if spec.encoder is not None:
         return _encoder_limits(spec, config, platform)
@@ -336,6 +339,8 @@ def decide_limits(spec: DecoderSpec, config: EngineConfig, platform: str) -> Lim
         raise ModelLoadError(
             f"block_size={block_size}: must divide attention_chunk_size={chunk} of the model's config.json"
         )
+    if spec.compressed is not None:
+        refuse_block_size(spec.compressed, block_size)
     kv_groups = group_layers(
         spec.windows, max_model_len, spec.attends, spec.recurrent, spec.page_parts, spec.kv_sources
     )
@@ -377,58 +382,6 @@ _DECODERS_ONLY: dict[str, Any] = {
     "kv_cache_dtype": "auto", "kv_cache_memory_bytes": None, "enable_lora": False, "target_step_ms": None,
     "kv_handover": False, "attention_implementation": None,
 }  # fmt: skip
-
-
-def refuse_with_state(spec: DecoderSpec, config: EngineConfig) -> None:
-    """Raise ModelLoadError for an option that does not work with recurrent layers."""
-    if not any(spec.recurrent):
-        return
-    defaults = EngineConfig(model=config.model)
-    for name in NOT_WITH_STATE:
-        if (value := getattr(config, name)) != getattr(defaults, name):
-            raise ModelLoadError(
-                f"{name}={value!r}: does not work with the recurrent layers of this model yet: leave it out"
-            )
-
-
-def refuse_with_indexer(indexer: Indexer, config: EngineConfig, platform: str) -> None:
-    """Raise ModelLoadError for devices and options that do not work with sparse attention."""
-    if platform == "tpu":  # XLA would copy all pages, to read single tokens
-        raise ModelLoadError("the model has sparse attention, which does not run on TPUs yet: use a CPU or a GPU")
-    if indexer.layers and config.pipeline_parallel_size > 1:
-        raise ModelLoadError(
-            f"pipeline_parallel_size={config.pipeline_parallel_size}: layers of this model attend to the tokens that "
-            "the layer before has chosen, which is not passed to another stage yet: leave it out"
-        )
-
-
-# Options that split, hand over or take back tokens or arrays of a layer's state, which is not built
-NOT_WITH_STATE = (
-    "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "prefill_engines", "kv_handover",
-)  # fmt: skip
-
-
-def refuse_with_unlike_layers(spec: DecoderSpec, config: EngineConfig, platform: str) -> None:
-    """Raise ModelLoadError for an option or a device that does not work with layers with unlike KV (`layer_kv`)."""
-    if not spec.layer_kv:
-        return
-    sizes = sorted({kv.head_dim for kv in spec.layer_kv})
-    if platform == "tpu" and len(sizes) > 1 and any(size % 128 for size in sizes):
-        raise ModelLoadError(f"KV heads of {sizes}: unlike sizes must be multiples of 128 on TPU; use a GPU or a CPU")
-    defaults = EngineConfig(model=config.model)
-    for name in NOT_WITH_UNLIKE_LAYERS:
-        if (value := getattr(config, name)) != getattr(defaults, name):
-            raise ModelLoadError(
-                f"{name}={value!r}: does not work with a model whose layers have unlike keys and values yet: leave it "
-                "out"
-            )
-
-
-# Options that split, adapt or hand over arrays of layers as if all layers had the same
-NOT_WITH_UNLIKE_LAYERS = (
-    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
-    "speculative_config", "enable_lora", "prefill_engines", "kv_handover",
-)  # fmt: skip
 
 
 def _positive(name: str, value: int | None, default: int) -> int:
@@ -475,10 +428,11 @@ def slot_bytes(spec: DecoderSpec, dtype: np.dtype, platform: str) -> int:
     """
     if spec.recurrence is None:
         return 0
-    shapes = spec.recurrence.state_shapes(dtype)
+    layers = [spec.recurrence.of_layer(layer) for layer, has_state in enumerate(spec.recurrent) if has_state]
+    shapes = [shape for kind in layers for shape in kind.state_shapes(dtype)]
     if platform == "tpu":
         shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], -(-x.shape[-1] // 128) * 128), x.dtype) for x in shapes]
-    return sum(spec.recurrent) * tree_bytes(shapes)
+    return tree_bytes(shapes)
 
 
 def input_bytes(spec: DecoderSpec, dtype: np.dtype) -> int:

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.kv_groups import KVGroups
 from jpaged.models import decoder
+from jpaged.models.compressed import CompressedProjection
 from jpaged.models.experts import pairs_of_devices
 from jpaged.models.indexer import ChosenPages, columns_of_keys
 from jpaged.models.sharding import CONTEXT, WHOLE, Shards
@@ -36,6 +37,7 @@ from jpaged.runtime.state import DeviceState, Field, Leaf, SamplingState, format
 from jpaged.runtime.step import context
 from jpaged.runtime.step.attention_chunks import rows_by_chunk
 from jpaged.runtime.step.batch import ForwardShape, KVGroupRows, build_batch, rows_by_part
+from jpaged.runtime.step.compressed_attention import attend_compressed
 from jpaged.runtime.step.encode import forward_texts
 from jpaged.runtime.step.sparse_attention import rows_by_token
 from jpaged.runtime.store.stored_programs import ProgramStore, compile_program
@@ -60,11 +62,17 @@ class PagedAttend:
     shards: Shards = WHOLE
     token_parts: int = 1  # devices that share the tokens; `slots` has the tokens of all devices
     key_dim: int | None = None  # sparse attention: numbers of a token's vector before the indexer's key
+    block_size: int = 0  # tokens of a block; read by `attend_compressed` only
 
     def __call__(
-        self, projection: decoder.Projection, pages: KVPages | ChosenPages, metadata: KVGroupRows,
+        self, projection: decoder.Projection | CompressedProjection, pages: Any, metadata: Any,
         options: AttentionOptions, sinks: Float[Array, " heads"] | None,
-    ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages | ChosenPages]:  # fmt: skip
+    ) -> tuple[Float[Array, "tokens heads head_dim"], Any]:  # fmt: skip
+        """pages, metadata: KVPages or ChosenPages, and KVGroupRows. DeepSeek V4: with states, and StateRows."""
+        if isinstance(projection, CompressedProjection):
+            return attend_compressed(
+                projection, pages, metadata, block_size=self.block_size, implementation=self.implementation
+            )
         shared = pages if isinstance(pages, ChosenPages) else None
         pages = pages.pages if isinstance(pages, ChosenPages) else pages
         if options.kv_heads is not None:
@@ -171,7 +179,7 @@ def forward(
     kept, rows = (*state.pages, *state.recurrent), (*groups, batch.state_rows)
     x, kept, choices, *captured = decoder.decode(
         spec, params, batch.token_ids, batch.positions, kept, rows,
-        PagedAttend(shape.max_query_len, implementation, shards, count, columns_of_keys(spec)),
+        PagedAttend(shape.max_query_len, implementation, shards, count, columns_of_keys(spec), shape.block_size),
         layout=layout, rope_lens=batch.rope_lens, places=kv_groups.places,
         real=batch.real if spec.experts is not None else None, num_tokens=jnp.sum(batch.real, dtype=jnp.int32),
         gated_dot=gated_dot, fused=fused, shards=shards, hidden=hidden, first_layer=stage.first_layer,

@@ -47,6 +47,8 @@ def smallest_bucket(spec: DecoderSpec, platform: str, devices: int = 1) -> int:
         widths += [spec.latent.kv_rank, spec.latent.q_rank or spec.hidden_size]
     if spec.indexer is not None:
         widths.append(spec.indexer.head_dim)
+    if spec.compressed is not None:
+        widths += [spec.compressed.q_rank, spec.compressed.head_dim, spec.compressed.index_dim]
     if spec.recurrence is not None and spec.recurrence.scans:
         widths.append(spec.recurrence.inner_size // devices)  # normalised by head
     narrowest = min(widths)
