@@ -266,7 +266,7 @@ def check_that_snapshots_return(runner, *, blocks, count=5):
     stats = engine.stats()
     assert min(stats.snapshots_to_host, stats.blocks_to_host, stats.blocks_to_device) > 0
     assert stats.snapshots_to_device >= 2 * count - 2
-    assert 0 < stats.used_host_snapshots
+    assert stats.used_host_snapshots > 0
     sizes, tier = engine.runner.recurrent_sizes, engine.scheduler.manager.pool.host_tier
     held = jax.tree.leaves([list(runner._last.mover._host.values()), list(runner._last.mover._host_states.values())])
     assert sum(leaf.nbytes for leaf in held) == tier._used_bytes <= 4 * HOST_SLOTS * sizes.block_bytes
@@ -302,11 +302,6 @@ def test_preempted_requests_find_their_snapshots_on_the_host(runner, spec, draft
             assert [bits(done[str(i)]) for i in range(len(requests))] == [bits(output) for output in plain]
     stats = engine.stats()
     assert min(stats.preemptions, stats.snapshots_to_host, stats.snapshots_to_device) > 0
-
-
-def test_a_snapshot_that_the_host_cannot_store_is_refused_with_its_bytes():
-    with pytest.raises(ModelLoadError, match=r"swap_space=1e-05: a snapshot of recurrent state has 0\.0000 GiB"):
-        make_runner(dataclasses.replace(HYBRID, num_heads=2, num_kv_heads=1), swap_space=1e-5)
 
 
 # --- drafts ----------------------------------------------------------------------------------------------------------

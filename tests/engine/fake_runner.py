@@ -14,7 +14,7 @@ written to.
 6. An adapter is a number, which changes every token of the model. A row reads it in its slot when it computes.
 7. With `recurrent_sizes`, a slot of recurrent state has the tokens that it was computed from, their salt, and the
    oldest weights. A row's state must have all tokens before those that the row computes, as the pages have. A verify
-   step adds the kept tokens to it when it samples. Host slots store states, too. All bytes of the host tier are counted.
+   step adds the kept tokens to it when it samples. Host slots store states, too, and the host's bytes are counted.
 """
 
 import dataclasses

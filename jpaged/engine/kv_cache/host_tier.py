@@ -1,13 +1,13 @@
 """The host tier of the prefix cache: which named blocks and snapshots are in host memory, and in which slot.
 
-A named block is copied to the host just before its device block is reused, and leaves when it is fetched. With recurrent
-layers, snapshots of their state come and go in the same way. Blocks and snapshots have slots of their own, and share one
-number of bytes. Names are compared as a whole: no digest is trusted alone.
+A named block is copied to the host just before its device block is reused, and leaves when it is fetched. Snapshots of
+recurrent layers come and go in the same way. Blocks and snapshots have slots of their own, and share one number of
+bytes. Names are compared as a whole: no digest is trusted alone.
 
-Without room, the entry of the least worth is dropped. An entry is worth the tokens that it saves for each of its bytes,
-plus the worth of the last dropped entry at the time when it was stored (GreedyDual-Size, Cao and Irani 1997). So entries
-grow old. An entry that is worth less than every other one is not stored. Without snapshots all entries are alike: the
-least recently stored block is dropped.
+Without room, the entry of the least worth is dropped (GreedyDual-Size, Cao and Irani 1997). An entry is worth the
+tokens that it saves for each of its bytes, plus the worth of the entry that was dropped last before it was stored. So
+entries grow old. An entry that is worth less than every other one is not stored. Without snapshots all entries are
+alike: the least recently stored block is dropped.
 """
 
 import heapq
@@ -29,6 +29,9 @@ class HostSizes(NamedTuple):
     snapshot_bytes: int = 0  # 0: the tier stores no snapshots
 
 
+BLOCKS_ALONE = HostSizes()
+
+
 class StoredSnapshot(NamedTuple):
     """A snapshot in the host tier."""
 
@@ -40,7 +43,7 @@ class StoredSnapshot(NamedTuple):
 class HostTier(Generic[NameT]):
     """Slots 0 .. num_slots - 1 of host memory. Each slot stores one block. Snapshots take the bytes of free slots."""
 
-    def __init__(self, num_slots: int, sizes: HostSizes = HostSizes()):
+    def __init__(self, num_slots: int, sizes: HostSizes = BLOCKS_ALONE):
         if num_slots < 1:
             raise EngineError(f"a host tier needs at least one slot, got {num_slots}")
         self.num_slots = num_slots

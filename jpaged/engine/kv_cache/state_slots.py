@@ -28,19 +28,19 @@ from collections.abc import Iterable
 
 from jpaged.engine.kv_cache.block_pool import BlockName
 from jpaged.engine.kv_cache.block_table import NEVER
-from jpaged.engine.kv_cache.host_tier import HostSizes, HostTier
+from jpaged.engine.kv_cache.host_tier import BLOCKS_ALONE, HostSizes, HostTier
 from jpaged.engine.request import Request
 from jpaged.engine.step_plan import EVERYTHING, BlockMove, RecurrentSizes, TransferCosts
 from jpaged.errors import EngineError
 
-# Most snapshots that one step moves in one direction. On a device each takes the memory of a state for the time of its
-# move, 154 MB for Qwen3.5 27B. More snapshots are lost; more requests wait for the next step.
+# Maximum number of snapshots that one step moves in one direction. Each takes the device memory of a state for the time
+# of its move: 154 MB for Qwen3.5 27B. More snapshots are lost; more requests wait for the next step.
 MAX_STATES_MOVED = 4
 
 
 def host_sizes(sizes: RecurrentSizes | None, block_size: int) -> HostSizes:
     """Bytes of the entries of the host tier. sizes: None without recurrent layers."""
-    return HostSizes() if sizes is None else HostSizes(sizes.block_bytes, block_size, sizes.slot_bytes)
+    return BLOCKS_ALONE if sizes is None else HostSizes(sizes.block_bytes, block_size, sizes.slot_bytes)
 
 
 class StateSlots:
@@ -267,11 +267,11 @@ class StateSlots:
         name, slot = self._named.popitem(last=False)
         tokens = self._saves.pop(name)
         tier, costs = self._tier, self._costs
-        if tier is not None and (costs is None or costs.keeping_state_pays(tokens)):
-            if tier.has_snapshot(name) or self._num_due(BlockMove.STATE_TO_HOST) < MAX_STATES_MOVED:
-                host_slot = tier.put_snapshot(name, tokens)
-                if host_slot is not None:
-                    self._due.append((BlockMove.STATE_TO_HOST, slot, host_slot))
+        pays = tier is not None and (costs is None or costs.keeping_state_pays(tokens))
+        if tier is not None and pays and self._num_due(BlockMove.STATE_TO_HOST) < MAX_STATES_MOVED:
+            host_slot = tier.put_snapshot(name, tokens)
+            if host_slot is not None:
+                self._due.append((BlockMove.STATE_TO_HOST, slot, host_slot))
         return slot
 
     def _drop_host_snapshots(self) -> None:
