@@ -34,7 +34,7 @@ from jpaged.errors import EngineError
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import COUNTERS, EngineMachine
 from tests.engine.fake_runner import FakeRunner
-from tests.engine.hybrid_machine import HybridMachine, SpeculatingHybridMachine
+from tests.engine.hybrid_machine import HOST_COUNTERS, HybridMachine, SpeculatingHybridMachine
 from tests.engine.pool_machine import PoolMachine
 from tests.engine.speculating_machine import Grammar, SpeculatingMachine
 from tests.engine.weights_machine import MOMENTS, WeightsMachine
@@ -905,7 +905,7 @@ def _find(name, plant, machine, patch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [EngineMachine, WeightsMachine])
+@pytest.mark.parametrize("machine", [EngineMachine, WeightsMachine, HybridMachine])
 def test_without_a_bug_nothing_is_found_and_all_is_reached(machine):
     reached: set[str] = set()
 
@@ -914,7 +914,8 @@ def test_without_a_bug_nothing_is_found_and_all_is_reached(machine):
             super().teardown()
             reached.update(name for name, count in self.reached.items() if count)
 
-    wanted = {*COUNTERS, "new weights while requests live"} | ({*MOMENTS} if machine is WeightsMachine else set())
+    more = {WeightsMachine: MOMENTS, HybridMachine: HOST_COUNTERS}.get(machine, ())
+    wanted = {*COUNTERS, "new weights while requests live", *more}
     for number in range(1, 6):  # a single search may miss a feature, by chance
         run_state_machine_as_test(seed(number)(Counting), settings=settings(SEARCH, max_examples=30))
         if wanted <= reached:
