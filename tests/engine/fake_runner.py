@@ -382,6 +382,7 @@ class FakeRunner:
         self.released, self.problem = True, "no weights: call update_weights" if discard else self.problem
         self.pages[:] = UNWRITTEN
         self.states = [LOST] * len(self.states)
+        self.host, self.host_states = {}, {}
         self.written_for[:] = UNWRITTEN
         self.adapters = [None] * self.num_adapter_slots
 
@@ -416,6 +417,7 @@ class FakeRunner:
         self.pages[:] = UNWRITTEN  # the real runner's state was donated to the failed step, and is lost too
         self.states = [LOST] * len(self.states)
         self.adapters = [None] * self.num_adapter_slots
+        self._collected = len(self.plans)  # the engine drops the steps in flight
         raise DeviceFailure(call)
 
     def _check(self, plan: StepPlan) -> None:

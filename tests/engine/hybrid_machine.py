@@ -41,23 +41,19 @@ class HybridMachine(EngineMachine):
         return dataclasses.replace(costs, seconds_per_state=(0.0, 2.0, 100.0)[number // 60 % 3])
 
     @rule(
-        seed=st.integers(0, 2**32), count=st.integers(2, 5), turns=st.integers(2, 3), grow=st.booleans(),
-        update=st.booleans(),
-    )  # fmt: skip
-    def take_turns(self, seed: int, count: int, turns: int, grow: bool, update: bool) -> None:
-        """Prompts that push each other from the device, again and again.
-
-        grow: a turn adds some tokens to each. update: there are new weights after the first turn.
-        """
+        seed=st.integers(0, 2**32), count=st.integers(2, 4), kind=st.sampled_from(["the same", "longer", "new weights"])
+    )
+    def take_turns(self, seed: int, count: int, kind: str) -> None:
+        """Prompts that push each other from the device, and come again: the same, longer, or with new weights."""
         rng = random.Random(seed)
         prompts: list[list[int]] = [[] for _ in range(count)]
-        for turn in range(turns):
+        for turn in range(3 if kind == "new weights" else 2):
             for prompt in prompts:
-                if grow or not prompt:
+                if kind == "longer" or not prompt:
                     prompt += (rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((3, 8, 15))))
                 self.ask_once(prompt)
-                self.steps(12)
-            if update and not turn:
+                self.steps(8)
+            if kind == "new weights" and not turn:
                 self.new_weights(again=False, recompute=rng.random() < 0.5)
 
     def ask_once(self, prompt: Sequence[int]) -> None:
@@ -90,6 +86,18 @@ class HybridMachine(EngineMachine):
             self.engine.sleep()
             self.engine.wake_up()
         self.sound()
+
+
+class HostHybridMachine(HybridMachine):
+    """Few snapshots fit on the device, and moves to the host cost nothing."""
+
+    def recurrent_sizes(self, rows: int, number: int) -> RecurrentSizes | None:
+        sizes = super().recurrent_sizes(rows, number)
+        assert sizes is not None
+        return dataclasses.replace(sizes, num_snapshots=1 + number % 2, slot_bytes=min(sizes.slot_bytes, 5))
+
+    def transfer_costs(self, costs: TransferCosts | None, number: int) -> TransferCosts | None:
+        return None
 
 
 def _no_leaves() -> Iterator[int]:

@@ -56,6 +56,13 @@ def test_a_snapshot_grows_old():
         assert tier.has_snapshot("snapshot"), again
 
 
+def test_a_tier_full_of_snapshots_stores_blocks():
+    tier = HostTier(8, SIZES)
+    assert [tier.put_snapshot(name, 64) for name in ("first", "second")] == [0, 1]
+    assert None not in [tier.put(f"block {i}") for i in range(4)]
+    assert stored(tier, ["first", "second"]) == ["second"]
+
+
 def test_a_snapshot_that_does_not_fit_is_not_stored():
     tier = HostTier(3, SIZES)
     assert tier.put("block") is not None
@@ -72,18 +79,18 @@ class Model:
 
     def put(self, kind, name, tokens):
         size = self.sizes.block_bytes if kind == "block" else self.sizes.snapshot_bytes
-        worth = self.worth + Fraction(tokens, size)
         if (kind, name) in [entry[:2] for entry in self.entries]:
             self.remove(kind, name)
+        worth = self.worth + Fraction(tokens, size)
         if size > sum(self.size(entry[0]) for entry in self.entries) + self.free:
             return
         while self.free < size:
             victim = min(self.entries, key=lambda entry: (entry[2], entry[0]), default=None)  # blocks before snapshots
-            if victim is None or victim[2] > worth:
+            if victim is None or (kind == "snapshot" and victim[2] > worth):
                 return
             self.worth = max(self.worth, victim[2])
             self.remove(*victim[:2])
-        self.entries.append((kind, name, worth))
+        self.entries.append((kind, name, self.worth + Fraction(tokens, size)))
         self.free -= size
 
     def size(self, kind):

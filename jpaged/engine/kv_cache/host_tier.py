@@ -6,11 +6,13 @@ bytes. Names are compared as a whole: no digest is trusted alone.
 
 Without room, the entry of the least worth is dropped (GreedyDual-Size, Cao and Irani 1997). An entry is worth the
 tokens that it saves for each of its bytes, plus the worth of the entry that was dropped last before it was stored. So
-entries grow old. An entry that is worth less than every other one is not stored. Without snapshots all entries are
-alike: the least recently stored block is dropped.
+entries grow old. A snapshot is not stored in the place of entries that are worth more. A block always is: otherwise a
+tier full of snapshots would never store a block, and no entry would grow old. Without snapshots all entries are alike:
+the least recently stored block is dropped.
 """
 
 import heapq
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, NamedTuple, TypeVar
@@ -82,16 +84,15 @@ class HostTier(Generic[NameT]):
         return name in self._slots
 
     def put(self, name: NameT) -> int | None:
-        """Assign a slot to a block's name. Returns None if it is not stored: `take` may have reserved every slot."""
-        worth = self._worth + self.sizes.block_tokens / self.sizes.block_bytes
+        """Assign a slot to a block's name. Returns None if `take` and `take_snapshot` have reserved every slot."""
         slot = self._slots.pop(name, None)
         if slot is None:
-            if not self._make_room(self.sizes.block_bytes, worth):
+            if not self._make_room(self.sizes.block_bytes):
                 return None
             slot = self._free.pop()
             self._released.discard((BlockMove.DROP, slot))
         self._slots[name] = slot
-        self._worths[name] = worth
+        self._worths[name] = self._worth + self.sizes.block_tokens / self.sizes.block_bytes
         return slot
 
     def take(self, name: NameT) -> int:
@@ -115,13 +116,12 @@ class HostTier(Generic[NameT]):
 
         tokens: that the snapshot saves.
         """
-        worth = self._worth + tokens / self.sizes.snapshot_bytes
         stored = self._snapshots.get(name)
         if stored is not None:
-            self._store(name, stored._replace(worth=worth))
+            self._store(name, stored.slot, tokens)
             return None
         fits = self.sizes.snapshot_bytes <= self.num_slots * self.sizes.block_bytes
-        if not fits or not self._make_room(self.sizes.snapshot_bytes, worth):
+        if not fits or not self._make_room(self.sizes.snapshot_bytes, self._worth_of_snapshot(tokens)):
             return None
         if self._free_snapshots:
             slot = self._free_snapshots.pop()
@@ -129,7 +129,7 @@ class HostTier(Generic[NameT]):
         else:
             slot = self._num_snapshot_slots
             self._num_snapshot_slots += 1
-        self._store(name, StoredSnapshot(slot, tokens, worth))
+        self._store(name, slot, tokens)
         return slot
 
     def take_snapshot(self, name: NameT) -> StoredSnapshot:
@@ -138,7 +138,7 @@ class HostTier(Generic[NameT]):
 
     def keep_snapshot(self, name: NameT, taken: StoredSnapshot) -> None:
         """Store a snapshot that was taken again, in its slot."""
-        self._store(name, taken._replace(worth=self._worth + taken.tokens / self.sizes.snapshot_bytes))
+        self._store(name, taken.slot, taken.tokens)
 
     def free_snapshot(self, slot: int) -> None:
         """Make a snapshot's slot that was taken available again."""
@@ -179,16 +179,21 @@ class HostTier(Generic[NameT]):
         snapshots = self._num_snapshot_slots - len(self._free_snapshots)
         return blocks * self.sizes.block_bytes + snapshots * self.sizes.snapshot_bytes
 
-    def _store(self, name: NameT, stored: StoredSnapshot) -> None:
-        self._snapshots[name] = stored
+    def _worth_of_snapshot(self, tokens: int) -> float:
+        """Worth of a snapshot that saves `tokens` tokens, if it is stored now."""
+        return self._worth + tokens / self.sizes.snapshot_bytes
+
+    def _store(self, name: NameT, slot: int, tokens: int) -> None:
+        worth = self._worth_of_snapshot(tokens)
+        self._snapshots[name] = StoredSnapshot(slot, tokens, worth)
         self._num_pushed += 1
-        heapq.heappush(self._by_worth, (stored.worth, self._num_pushed, name))
+        heapq.heappush(self._by_worth, (worth, self._num_pushed, name))
         if len(self._by_worth) > 64 + 2 * len(self._snapshots):
             self._by_worth = [(each.worth, -i, name) for i, (name, each) in enumerate(self._snapshots.items())]
             heapq.heapify(self._by_worth)
 
-    def _make_room(self, num_bytes: int, worth: float) -> bool:
-        """Drop entries until `num_bytes` are free. Returns False if it would drop one that is worth more than `worth`.
+    def _make_room(self, num_bytes: int, worth: float = sys.float_info.max) -> bool:
+        """Drop entries until `num_bytes` are free. Returns False if no entry is left that is worth at most `worth`.
 
         Entries that were dropped by then stay dropped.
         """

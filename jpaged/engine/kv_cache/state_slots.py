@@ -61,6 +61,7 @@ class StateSlots:
         self._due: list[tuple[BlockMove, int, int]] = []   # copies before the next step, in order
         self._late: list[tuple[BlockMove, int, int]] = []  # copies after it
         self._reserved: set[int] = set()  # of verify steps in flight
+        self._num_fetched = self._num_kept = 0  # snapshots in `_due` that come from the host, and that go there
         self._drop_host_snapshots()  # of the object before this one
 
     @property
@@ -89,17 +90,20 @@ class StateSlots:
             return
         fetched, kv.fetched = kv.fetched, None
         self._due.append((BlockMove.STATE_TO_DEVICE, fetched.slot, row))
-        slot = self._take()
-        if slot is None:
+        self._num_fetched += 1
+        if not self._free and not self._named:
             self._tier.keep_snapshot(name, fetched)
-        else:
+            return
+        self._tier.free_snapshot(fetched.slot)  # a snapshot that moves into it does so after the move above
+        slot = self._take()
+        if slot is not None:
             self._put_name(name, slot, fetched.tokens)
             self._due.append((BlockMove.STATE, row, slot))
-            self._tier.free_snapshot(fetched.slot)
 
     def take_moves(self) -> list[tuple[BlockMove, int, int]]:
         """Copies before the step that is being planned, in order: (kind, from slot, to slot)."""
         moves, self._due, self._late = self._due, self._late, []
+        self._num_fetched = self._num_kept = 0
         return moves
 
     # -- snapshots ----------------------------------------------------------------------------------------------
@@ -123,7 +127,7 @@ class StateSlots:
     @property
     def can_fetch(self) -> bool:
         """Whether another request may start from a snapshot of the host tier in the step that is being planned."""
-        return self._num_due(BlockMove.STATE_TO_DEVICE) < MAX_STATES_MOVED
+        return self._num_fetched < MAX_STATES_MOVED
 
     def fetch(self, request: Request, blocks: int) -> None:
         """Reserve the snapshot of the host tier after `blocks` blocks of a request, until `restore`."""
@@ -268,18 +272,16 @@ class StateSlots:
         tokens = self._saves.pop(name)
         tier, costs = self._tier, self._costs
         pays = tier is not None and (costs is None or costs.keeping_state_pays(tokens))
-        if tier is not None and pays and self._num_due(BlockMove.STATE_TO_HOST) < MAX_STATES_MOVED:
+        if tier is not None and pays and self._num_kept < MAX_STATES_MOVED:
             host_slot = tier.put_snapshot(name, tokens)
             if host_slot is not None:
                 self._due.append((BlockMove.STATE_TO_HOST, slot, host_slot))
+                self._num_kept += 1
         return slot
 
     def _drop_host_snapshots(self) -> None:
         if self._tier is not None:
             self._due.append((BlockMove.DROP_STATE, EVERYTHING, EVERYTHING))
-
-    def _num_due(self, kind: BlockMove) -> int:
-        return sum(due is kind for due, _, _ in self._due)
 
     def _saved(self, request: Request, blocks: int) -> int:
         """Tokens that a snapshot after `blocks` blocks of a request saves: those since the snapshot before it."""
