@@ -104,8 +104,9 @@ class EngineConfig:
     """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""
 
     swap_space: float = 0.0
-    """GiB of host memory for KV blocks that the device has no room for, from preempted requests and from prompts that
-    may be sent again. Blocks are copied back when that is faster than computing them. 0: off."""
+    """GiB of host memory for KV blocks, and snapshots of recurrent layers, that the device has no room for: from
+    preempted requests and from prompts that may be sent again. They are copied back when that is faster than computing
+    them. 0: off."""
 
     scheduling_policy: str = "fcfs"
     """Order in which waiting requests start. fcfs: first come, first served. priority: the lowest `priority` first; 60

@@ -217,10 +217,15 @@ class _Families:
             "jpaged:kv_waste_ratio", "Fraction of empty slots in the running requests' blocks.", snapshot.kv_waste
         )
         yield self._counter("jpaged:kv_blocks_copied", "Shared blocks copied before a write.", stats.copied_blocks)
-        slots = {"used": stats.used_host_slots, "free": stats.host_slots - stats.used_host_slots}
+        slots = {"used": stats.used_host_slots, "free": stats.free_host_slots}
         yield self._gauges("jpaged:host_tier_blocks", "Blocks of the host tier.", "state", slots)
         moves = {"to_host": stats.blocks_to_host, "to_device": stats.blocks_to_device}
         yield self._counters("jpaged:host_tier_moves", "Blocks copied to and from the host tier.", "direction", moves)
+        text = "Snapshots of recurrent state in the host tier."
+        yield self._gauge("jpaged:host_tier_snapshots", text, stats.used_host_snapshots)
+        moves = {"to_host": stats.snapshots_to_host, "to_device": stats.snapshots_to_device}
+        text = "Snapshots of recurrent state copied to and from the host tier."
+        yield self._counters("jpaged:host_tier_snapshot_moves", text, "direction", moves)
         yield self._counter(
             "jpaged:prefix_hit_requests", "Ended requests that found a part of their prompt in the prefix cache.",
             snapshot.prefix_hit_requests,

@@ -306,6 +306,10 @@ class EngineStats:
     blocks_to_device: int = 0  # blocks copied back from the host tier
     host_slots: int = 0        # capacity of the host tier, in blocks
     used_host_slots: int = 0   # blocks in the host tier now
+    free_host_slots: int = 0   # blocks that fit into it besides. Snapshots share its bytes
+    used_host_snapshots: int = 0  # snapshots of recurrent state in the host tier now
+    snapshots_to_host: int = 0    # snapshots copied to the host tier
+    snapshots_to_device: int = 0  # snapshots copied back from the host tier
     empty_turns: int = 0       # turns of the pipeline stages without a step: bubbles
     # With enable_expert_parallel: (token, expert) pairs on all devices, and on each layer's busiest device. The load is
     # even if expert_pairs / devices = busiest_expert_pairs. Layers of earlier pipeline stages do not count.

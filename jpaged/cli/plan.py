@@ -131,6 +131,12 @@ def text_of(plan: Any) -> str:
         if plan.host_blocks:
             tokens = plan.host_blocks * memory.limits.block_size // len(memory.limits.kv_groups.windows)
             lines.append(f"host memory (swap_space): {plan.host_blocks:,} blocks, KV of {tokens:,} tokens")
+            if plan.host_snapshots:
+                tokens = tokens * plan.host_snapshots * memory.snapshot_interval // plan.host_blocks
+                lines.append(
+                    f"  or {plan.host_snapshots:,} snapshots of {memory.slot_bytes:,} bytes, with the KV between them "
+                    f"({memory.snapshot_interval:,} blocks each): {tokens:,} tokens"
+                )
         if plan.adapters is not None:
             size, count = plan.adapters.host_bytes, plan.adapters.host_slots
             lines.append(f"host memory of LoRA adapters (max_cpu_loras): {count:,} adapters, {size / 2**20:,.1f} MiB")
@@ -225,6 +231,7 @@ def plan_fields(plan: Any) -> dict[str, Any]:
         "block_size": memory.limits.block_size,
         "kv_tokens": memory.kv_tokens,
         "host_blocks": plan.host_blocks,
+        "host_snapshots": plan.host_snapshots,
         "max_model_len": memory.limits.max_model_len,
         "max_num_seqs": memory.limits.max_num_seqs,
         "max_num_batched_tokens": memory.limits.max_num_batched_tokens,

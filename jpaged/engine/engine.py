@@ -393,8 +393,8 @@ class Engine:
         if self._outputs.request_groups and not reset_running_requests:
             return False
         self.scheduler.preempt_all()
-        self._manager.pool.forget_all()
         self._manager.pool.take_moves()  # no row and no name needs them, and `sleep` frees the arrays
+        self._manager.pool.forget_all()
         return True
 
     def sleep(self, *, discard_weights: bool = False) -> None:

@@ -27,6 +27,7 @@ NOTHING_ALLOWED = -1  # no id may be sampled
 NOT_FINITE = -2       # the largest logit is NaN or infinite
 
 FROM_DEVICE = -1  # in `DraftPlan.first`
+EVERYTHING = -1   # all slots, in a move of kind `BlockMove.DROP` or `DROP_STATE`
 NO_ADAPTER = -1   # slot of a request that uses the base model alone
 
 
@@ -55,6 +56,10 @@ class BlockMove(enum.IntEnum):
     TO_HOST = 1    # block to slot of the host tier
     TO_DEVICE = 2  # slot of the host tier to block
     STATE = 3      # state of recurrent layers, slot to slot: forks and snapshots
+    STATE_TO_HOST = 4    # slot of a snapshot to slot of the host tier. Blocks and snapshots have separate host slots
+    STATE_TO_DEVICE = 5  # slot of the host tier to slot of a row
+    DROP = 6             # host slot of a block whose memory can be freed, or `EVERYTHING`
+    DROP_STATE = 7       # host slot of a snapshot whose memory can be freed, or `EVERYTHING`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class RecurrentSizes:
     num_rows: int       # rows of the request table, each with the slot of its number
     num_snapshots: int  # slots after them
     interval: int       # blocks of a prompt between two snapshots
+    slot_bytes: int = 1   # of a slot. Blocks and snapshots of the host tier share its bytes
+    block_bytes: int = 1  # of a block of the KV pool
 
 
 class TextShape(NamedTuple):
@@ -80,14 +87,22 @@ class TransferCosts:
     seconds_per_move: float   # of one block, in one direction
     seconds_per_token: float  # of prompt computation
     seconds_to_begin: float = 0.0  # constant cost of a batch of moves
+    seconds_per_state: float = 0.0  # to move a snapshot of recurrent state, in one direction
 
     def keeping_pays(self, block_size: int) -> bool:
         """Whether moving a block to the host and back takes less time than computing its tokens."""
         return 2 * self.seconds_per_move < block_size * self.seconds_per_token
 
-    def moves_pay(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether fetching `num_blocks` blocks from the host takes less time than computing `num_tokens` tokens."""
-        moving = self.seconds_to_begin + num_blocks * self.seconds_per_move
+    def keeping_state_pays(self, num_tokens: int) -> bool:
+        """Whether moving a snapshot to the host and back takes less time than computing `num_tokens` tokens."""
+        return 2 * self.seconds_per_state < num_tokens * self.seconds_per_token
+
+    def moves_pay(self, num_blocks: int, num_tokens: int, *, with_state: bool = False) -> bool:
+        """Whether fetching `num_blocks` blocks from the host takes less time than computing `num_tokens` tokens.
+
+        with_state: a snapshot is fetched, too.
+        """
+        moving = self.seconds_to_begin + num_blocks * self.seconds_per_move + with_state * self.seconds_per_state
         return moving < num_tokens * self.seconds_per_token
 
 

@@ -80,6 +80,15 @@ class EnginePlan:
     drafter_bytes: int = 0                 # of its weights; with `memory`, also of its pages and its state
 
     @property
+    def host_snapshots(self) -> int:
+        """Snapshots of recurrent state that fit into swap_space, with the KV between two of them. 0: there are none."""
+        plan = self.memory
+        if plan is None or not plan.limits.num_snapshots:
+            return 0
+        each = plan.slot_bytes + plan.snapshot_interval * plan.block_bytes
+        return self.host_blocks * plan.block_bytes // each
+
+    @property
     def weight_parts(self) -> dict[str, int]:
         """Bytes of the weights by part."""
         return {part: sum(kinds.values()) for part, kinds in self.weight_kinds.items()}

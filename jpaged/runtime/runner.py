@@ -92,7 +92,8 @@ class ModelRunner(EnginePrograms):
         early = allocation.submit(build.create_state) if placement.platform == "cpu" else None
         super().__init__(build, progress=progress, background=background, cache_counter=cache_counter)
         block_bytes = sum(each.memory_plan.block_bytes for each in builds)
-        self.host_slots = host_slots(self._config.swap_space, block_bytes)
+        state_bytes = self.memory_plan.slot_bytes if limits.num_snapshots else 0
+        self.host_slots = host_slots(self._config.swap_space, block_bytes, state_bytes)
         self._front = FrontStages(
             front, trees[:-1], build, host_slots=self.host_slots, owns_params=owns_params, progress=progress
         )
@@ -125,8 +126,9 @@ class ModelRunner(EnginePrograms):
         self.recurrent_sizes = None
         if self.memory_plan.slot_bytes:
             self.recurrent_sizes = RecurrentSizes(
-                limits.max_num_seqs, limits.num_snapshots, self.memory_plan.snapshot_interval
-            )
+                limits.max_num_seqs, limits.num_snapshots, self.memory_plan.snapshot_interval,
+                self.memory_plan.slot_bytes, block_bytes,
+            )  # fmt: skip
         shapes = blueprint.program_shapes
         forwards = [shape for shape in shapes if isinstance(shape, ForwardShape)]
         self.decode_sizes: Sequence[int] = [shape.rows for shape in forwards if shape.is_decode and not shape.captures]

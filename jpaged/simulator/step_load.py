@@ -108,7 +108,7 @@ class LoadMeter:
 
 
 def _num_transfers(plan: StepPlan) -> int:
-    return int(np.count_nonzero(plan.moves[:, 0] != BlockMove.COPY)) if len(plan.moves) else 0
+    return int(np.isin(plan.moves[:, 0], (BlockMove.TO_HOST, BlockMove.TO_DEVICE)).sum()) if len(plan.moves) else 0
 
 
 def _next(buckets: tuple[int, ...], count: int) -> int:

@@ -101,6 +101,28 @@ def test_adapters_have_a_row_and_take_blocks(config, tmp_path, capsys):
     assert (before["num_blocks"] - after["num_blocks"]) * before["block_bytes"] > 0.8 * 4 * slot
 
 
+def test_the_host_tier_of_a_model_with_recurrent_layers(config, tmp_path, capsys):
+    """LFM2 1.2B: blocks and snapshots share the bytes of swap_space."""
+    layers = ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)]
+    config.write_text(json.dumps({
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "torch_dtype": "bfloat16", "vocab_size": 65536,
+        "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 128000, "norm_eps": 1e-5, "layer_types": layers,
+        "conv_L_cache": 3, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    }))  # fmt: skip
+    out = tmp_path / "plan.json"
+    words = ["plan", str(config), "--device-memory", "24GiB", "--swap-space", "4", "--output-json", str(out)]
+    assert cli.main(words) == 0
+    text, figures = capsys.readouterr().out, json.loads(out.read_text())
+    block, snapshot = 16 * 12288, 10 * 2 * 2048 * 2
+    assert (figures["block_bytes"], figures["host_blocks"]) == (block, 2**32 // block)
+    assert figures["host_snapshots"] == 2**32 // block * block // (block + snapshot)
+    assert f"or {figures['host_snapshots']:,} snapshots of {snapshot:,} bytes, with the KV between them" in text
+    assert cli.main([*words, "--no-enable-prefix-caching"]) == 0
+    assert json.loads(out.read_text())["host_snapshots"] == 0
+
+
 def test_a_plan_that_does_not_fit_fails(config, tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert cli.main(["plan", str(config), "--target", "v5e", "--output-json", str(out)]) == 2

@@ -244,6 +244,72 @@ def test_few_snapshots_are_used_again(runner):
     assert answer(engine, prompts[-1], greedy())[1] == 32  # the last used one is there
 
 
+def small_engine(runner, num_snapshots, **options):
+    """An engine with few snapshots on the device, and a host tier that any move pays for."""
+    engine = make_engine(runner, **{"host_slots": HOST_SLOTS, "costs": FETCH} | options)
+    engine.runner.recurrent_sizes = dataclasses.replace(runner.recurrent_sizes, num_snapshots=num_snapshots)
+    engine.start_over()
+    return engine
+
+
+def check_that_snapshots_return(runner, *, blocks, count=5):
+    """Prompts that push each other's blocks and snapshots from the device, again and again, and the turns after them.
+
+    Blocks and snapshots of each prompt come back from the host. All answers have the bits of a cold engine.
+    """
+    prompts = [prompt_of(33 + 5 * i, seed=i) for i in range(count)]
+    cold = [run(make_engine(runner), [(prompt, greedy(12))])["0"] for prompt in prompts]
+    turns = [sequence + prompt_of(9, seed=i) for i, sequence in enumerate(sequences_of(cold))]
+    cold_turns = [answer(make_engine(runner), turn, greedy())[0] for turn in turns]
+    engine = small_engine(runner, 2, num_blocks=blocks, host_slots=4 * HOST_SLOTS)
+    for number in range(2):
+        found = [answer(engine, prompt, greedy(12)) for prompt in prompts]
+        assert [each for each, _ in found] == [bits(output) for output in cold]
+        assert [cached for _, cached in found] == [(len(p) - 1) // BLOCK_SIZE * BLOCK_SIZE * number for p in prompts]
+    found = [answer(engine, turn, greedy()) for turn in turns]
+    assert [each for each, _ in found] == cold_turns
+    assert [cached for _, cached in found] == [(len(p) + 11) // BLOCK_SIZE * BLOCK_SIZE for p in prompts]
+    stats = engine.stats()
+    assert min(stats.snapshots_to_host, stats.blocks_to_host, stats.blocks_to_device) > 0
+    assert stats.snapshots_to_device >= 2 * count - 2
+    assert stats.used_host_snapshots > 0
+    sizes, tier = engine.runner.recurrent_sizes, engine.scheduler.manager.pool.host_tier
+    held = jax.tree.leaves([list(runner._last.mover._host.values()), list(runner._last.mover._host_states.values())])
+    assert sum(leaf.nbytes for leaf in held) == tier._used_bytes <= 4 * HOST_SLOTS * sizes.block_bytes
+    return engine
+
+
+def test_snapshots_return_from_the_host(runner):
+    check_that_snapshots_return(runner, blocks=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*BY_KIND, "window"])
+def test_snapshots_of_other_kinds_return_from_the_host(kind):
+    runner = make_runner(WITH_WINDOW if kind == "window" else BY_KIND[kind])
+    check_that_snapshots_return(runner, blocks=28 if kind == "window" else 16)
+    runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [HYBRID, WITH_WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_preempted_requests_find_their_snapshots_on_the_host(runner, spec, drafts):
+    """Few snapshots on the device, few blocks, and more requests than fit."""
+    runner = runner if spec is HYBRID else drafting_runner(spec)
+    requests = [(prompt_of(length, seed=length), greedy(40)) for length in (7, 16, 25, 33, 40, 48, 56)]
+    plain = [run(make_engine(runner), [request])["0"] for request in requests]
+    with always_drafting():
+        more = {"drafts": DRAFTS | {"function": Recorded(sequences_of(plain))}} if drafts else {}
+        blocks = 26 if spec is HYBRID else 48
+        engine = small_engine(runner, 3, num_blocks=blocks, host_slots=4 * HOST_SLOTS, **more)
+        for _ in range(3):
+            done = run(engine, requests, after_step=poison_states)
+            assert [bits(done[str(i)]) for i in range(len(requests))] == [bits(output) for output in plain]
+    stats = engine.stats()
+    assert min(stats.preemptions, stats.snapshots_to_host, stats.snapshots_to_device) > 0
+
+
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 def drafting_engine(runner, sequences, **options):

@@ -141,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
             vocab_size=VOCAB_SIZE,
             max_logprobs=6,
             host_slots=host_slots,
-            transfer_costs=costs,
+            transfer_costs=self.transfer_costs(costs, crowd),
             fail_at=failures,
             salt_of=self.salt_of,
             recurrent_sizes=self.recurrent_sizes(rows, crowd),
@@ -177,6 +177,10 @@ class EngineMachine(RuleBasedStateMachine):
     def recurrent_sizes(self, rows: int, number: int) -> RecurrentSizes | None:
         """Slots of recurrent state. number: decides them."""
         return None
+
+    def transfer_costs(self, costs: TransferCosts | None, number: int) -> TransferCosts | None:
+        """Costs of moves to the host. number: may decide some of them."""
+        return costs
 
     def drafting(self, number: int, budget: int) -> dict[str, Any]:
         """More options of the fake device. number: decides them. budget: tokens of a step."""
@@ -319,6 +323,9 @@ class EngineMachine(RuleBasedStateMachine):
         if states is not None and not states._due:
             for name, slot in states._named.items():
                 tokens = self.runner.states[slot][0][-self.runner.block_size :]
+                assert tokens == tuple(np.frombuffer(name.tokens, np.int32).tolist()), "a name that lies about a state"
+            for name, stored in ({} if pool.host_tier is None else pool.host_tier._snapshots).items():
+                tokens = self.runner.host_states[stored.slot][0][-self.runner.block_size :]
                 assert tokens == tuple(np.frombuffer(name.tokens, np.int32).tolist()), "a name that lies about a state"
 
     def only_equal_beginnings_are_shared(self) -> None:

@@ -14,17 +14,18 @@ written to.
 6. An adapter is a number, which changes every token of the model. A row reads it in its slot when it computes.
 7. With `recurrent_sizes`, a slot of recurrent state has the tokens that it was computed from, their salt, and the
    oldest weights. A row's state must have all tokens before those that the row computes, as the pages have. A verify
-   step adds the kept tokens to it when it samples.
+   step adds the kept tokens to it when it samples. Host slots store states, too, and the host's bytes are counted.
 """
 
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jpaged.engine.step_plan import (
+    EVERYTHING,
     NO_ADAPTER,
     NOTHING_ALLOWED,
     BlockMove,
@@ -133,6 +134,7 @@ class FakeRunner:
         self.inits: list[RowInit | None] = [None] * self.max_num_seqs
         self.owners: list[object] = [None] * self.max_num_seqs  # of the last init
         self.host: dict[int, tuple[np.ndarray, ...]] = {}  # slot -> content of the block
+        self.host_states: dict[int, State] = {}            # slot -> content of the snapshot
         self.adapters: list[int | None] = [None] * self.num_adapter_slots
         sizes = self.recurrent_sizes
         self.states: list[State] = [LOST] * (0 if sizes is None else sizes.num_rows + sizes.num_snapshots)
@@ -152,6 +154,7 @@ class FakeRunner:
         self._check(plan)
         for kind, source, target in plan.moves.tolist():
             self._move(BlockMove(kind), source, target)
+        self._check_host_bytes()
         copied = {target for kind, _, target in plan.moves.tolist() if kind == BlockMove.COPY}
         for load in plan.adapter_loads:
             self.adapters[load.slot] = load.content
@@ -292,9 +295,22 @@ class FakeRunner:
         self.states[row] = (state[0] + tuple(tokens), *state[1:])
 
     def _move(self, kind: BlockMove, source: int, target: int) -> None:
-        if kind is BlockMove.STATE:
-            self.states[target] = self.states[source]
-            return
+        match kind:
+            case BlockMove.STATE:
+                self.states[target] = self.states[source]
+                return
+            case BlockMove.STATE_TO_HOST:
+                assert source >= self.max_num_seqs, "the slot of a row"
+                self.host_states[target] = self.states[source]
+                return
+            case BlockMove.STATE_TO_DEVICE:
+                self.states[target] = self.host_states[source]
+                return
+            case BlockMove.DROP | BlockMove.DROP_STATE:
+                stored: dict[int, Any] = self.host if kind is BlockMove.DROP else self.host_states
+                for slot in list(stored) if source == EVERYTHING else [source]:
+                    stored.pop(slot, None)
+                return
         arrays = (self.pages, self.written_for, self.written_long, self.written_with, self.written_salt)
         if kind is BlockMove.TO_HOST:
             assert 0 <= target < self.host_slots
@@ -303,6 +319,13 @@ class FakeRunner:
         content = self.host[source] if kind is BlockMove.TO_DEVICE else tuple(array[source] for array in arrays)
         for array, part in zip(arrays, content, strict=True):
             array[target] = part
+
+    def _check_host_bytes(self) -> None:
+        """The host tier stores no more bytes than it may. Without recurrent layers, only slots are counted."""
+        sizes = self.recurrent_sizes
+        if sizes is not None:
+            used = len(self.host) * sizes.block_bytes + len(self.host_states) * sizes.slot_bytes
+            assert used <= self.host_slots * sizes.block_bytes, "too many bytes on the host"
 
     def _find_weights(self, init: RowInit, *, is_fork: bool) -> None:
         """Check that a starting row finds only KV of the present weights.
@@ -359,6 +382,7 @@ class FakeRunner:
         self.released, self.problem = True, "no weights: call update_weights" if discard else self.problem
         self.pages[:] = UNWRITTEN
         self.states = [LOST] * len(self.states)
+        self.host, self.host_states = {}, {}
         self.written_for[:] = UNWRITTEN
         self.adapters = [None] * self.num_adapter_slots
 
@@ -393,6 +417,7 @@ class FakeRunner:
         self.pages[:] = UNWRITTEN  # the real runner's state was donated to the failed step, and is lost too
         self.states = [LOST] * len(self.states)
         self.adapters = [None] * self.num_adapter_slots
+        self._collected = len(self.plans)  # the engine drops the steps in flight
         raise DeviceFailure(call)
 
     def _check(self, plan: StepPlan) -> None:

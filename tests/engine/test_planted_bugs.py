@@ -17,7 +17,7 @@ from jpaged.engine.kv_cache import block_namer
 from jpaged.engine.kv_cache.block_pool import BlockName, BlockPool, prefix_root
 from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_cache_manager import KVCacheManager
-from jpaged.engine.kv_cache.prefix_finder import PrefixFinder
+from jpaged.engine.kv_cache.prefix_finder import ON_HOST, PrefixFinder
 from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
 from jpaged.engine.kv_cache.state_slots import StateSlots
 from jpaged.engine.request import OutputState
@@ -34,7 +34,7 @@ from jpaged.errors import EngineError
 from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import COUNTERS, EngineMachine
 from tests.engine.fake_runner import FakeRunner
-from tests.engine.hybrid_machine import HybridMachine, SpeculatingHybridMachine
+from tests.engine.hybrid_machine import HOST_COUNTERS, HostHybridMachine, HybridMachine, SpeculatingHybridMachine
 from tests.engine.pool_machine import PoolMachine
 from tests.engine.speculating_machine import Grammar, SpeculatingMachine
 from tests.engine.weights_machine import MOMENTS, WeightsMachine
@@ -86,6 +86,15 @@ STATE_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
 def state_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     """Register a function that plants a bug of recurrent state."""
     STATE_BUGS[plant.__name__] = plant
+    return plant
+
+
+HOST_BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def host_bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Register a function that plants a bug of snapshots on the host tier."""
+    HOST_BUGS[plant.__name__] = plant
     return plant
 
 
@@ -247,10 +256,10 @@ def a_fork_with_its_parents_shared_tail_unmarked(patch):
 def a_hit_on_the_whole_prompt(patch):
     """No token is left to compute the next one from."""
 
-    def find_all(finder, request, find):
+    def find_all(finder, request, *, on_host):
         request.token_ids.append(0)
         try:
-            return original(finder, request, find)
+            return original(finder, request, on_host=on_host)
         finally:
             request.token_ids.pop()
 
@@ -622,7 +631,8 @@ def a_state_that_is_not_reset(patch):
 @state_bug
 def a_hit_in_kv_but_not_in_state(patch):
     """The prefix ends where the KV ends. The row keeps the state that it has."""
-    patch.setattr(StateSlots, "longest", lambda states, request, blocks: blocks)
+    patch.setattr(StateSlots, "longest", lambda states, request, blocks, *, on_host: blocks)
+    patch.setattr(StateSlots, "fetch", lambda states, request, blocks: None)
     patch.setattr(StateSlots, "restore", lambda states, request: None)
 
 
@@ -671,6 +681,90 @@ def snapshots_lost_when_all_are_preempted(patch):
         scheduler.manager.pool.take_moves()
 
     patch.setattr(Scheduler, "preempt_all", preempt_and_drop)
+
+
+@host_bug
+def a_host_snapshot_used_without_its_kv(patch):
+    """A snapshot on the host is a hit. Blocks that are neither on the device nor on the host are empty."""
+    fetch = BlockPool.fetch
+
+    def fetch_some(pool, names):
+        found = dict(zip(there := [name for name in names if pool.find_on_host(name)], fetch(pool, there), strict=True))
+        return [found[name] if name in found else pool.allocate(1)[0] for name in names]
+
+    def find_all(finder, name):
+        block = finder._pool.find(name)
+        return ON_HOST if block is None else block
+
+    patch.setattr(BlockPool, "fetch", fetch_some)
+    patch.setattr(PrefixFinder, "_find_in_both_tiers", find_all)
+
+
+@host_bug
+def a_host_snapshot_under_another_weight_version(patch):
+    """Names do not have the version, and new weights leave the snapshots on the host."""
+    note, forget_all = block_namer.BlockNamer.note_new_weights, HostTier.forget_all
+
+    def forget_blocks(tier):
+        kept, order, tier._snapshots = tier._snapshots, list(tier._by_worth), {}
+        forget_all(tier)
+        tier._snapshots, tier._by_worth = kept, order
+
+    def note_and_keep(namer, requests, number):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(HostTier, "forget_all", forget_blocks)
+            inner.setattr(StateSlots, "_drop_host_snapshots", lambda states: None)
+            note(namer, requests, number)
+
+    patch.setattr(block_namer, "prefix_root", lambda *, weight_version, **others: prefix_root(**others))
+    patch.setattr(block_namer.BlockNamer, "note_new_weights", note_and_keep)
+
+
+@host_bug
+def a_host_snapshot_overwritten_before_it_is_fetched(patch):
+    """The snapshot whose place it takes on the device moves into its host slot first."""
+    take_moves = StateSlots.take_moves
+    patch.setattr(StateSlots, "take_moves", lambda states: sorted(
+        take_moves(states), key=lambda move: move[0] is not BlockMove.STATE_TO_HOST
+    ))  # fmt: skip
+
+
+@host_bug
+def a_snapshot_that_never_reaches_the_host(patch):
+    """The move is lost."""
+    _without_state_moves(patch, BlockMove.STATE_TO_HOST)
+
+
+@host_bug
+def a_snapshot_that_never_leaves_the_host(patch):
+    """The move is lost. The row keeps the state that it has."""
+    _without_state_moves(patch, BlockMove.STATE_TO_DEVICE)
+
+
+@host_bug
+def memory_of_the_host_that_is_never_freed(patch):
+    """Snapshots take the place of blocks in the count of bytes only."""
+    patch.setattr(HostTier, "take_drops", lambda tier: [])
+
+
+@host_bug
+def memory_freed_that_is_used_again(patch):
+    """A slot that gets another block before the step is freed after it."""
+    put = HostTier.put
+
+    def put_and_free(tier, name):
+        free = set(tier._free)
+        slot = put(tier, name)
+        if slot is not None and slot not in free:
+            tier._released.add((BlockMove.DROP, slot))
+        return slot
+
+    patch.setattr(HostTier, "put", put_and_free)
+
+
+def _without_state_moves(patch, kind):
+    take_moves = StateSlots.take_moves
+    patch.setattr(StateSlots, "take_moves", lambda states: [each for each in take_moves(states) if each[0] is not kind])
 
 
 @kept_bug
@@ -780,6 +874,16 @@ def test_a_planted_bug_of_recurrent_state_is_found(name, monkeypatch):
     _find(name, STATE_BUGS[name], HybridMachine, monkeypatch)
 
 
+QUICK_HOST_BUGS = ("a_host_snapshot_overwritten_before_it_is_fetched", "a_snapshot_that_never_leaves_the_host")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_HOST_BUGS)) for name in HOST_BUGS]
+)
+def test_a_planted_bug_of_snapshots_on_the_host_is_found(name, monkeypatch):
+    _find(name, HOST_BUGS[name], HostHybridMachine, monkeypatch)
+
+
 QUICK_KEPT_BUGS = ("a_state_that_keeps_rejected_drafts", "a_snapshot_of_a_row_with_drafts_in_flight")
 
 
@@ -801,7 +905,7 @@ def _find(name, plant, machine, patch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [EngineMachine, WeightsMachine])
+@pytest.mark.parametrize("machine", [EngineMachine, WeightsMachine, HybridMachine])
 def test_without_a_bug_nothing_is_found_and_all_is_reached(machine):
     reached: set[str] = set()
 
@@ -810,7 +914,8 @@ def test_without_a_bug_nothing_is_found_and_all_is_reached(machine):
             super().teardown()
             reached.update(name for name, count in self.reached.items() if count)
 
-    wanted = {*COUNTERS, "new weights while requests live"} | ({*MOMENTS} if machine is WeightsMachine else set())
+    more = {WeightsMachine: MOMENTS, HybridMachine: HOST_COUNTERS}.get(machine, ())
+    wanted = {*COUNTERS, "new weights while requests live", *more}
     for number in range(1, 6):  # a single search may miss a feature, by chance
         run_state_machine_as_test(seed(number)(Counting), settings=settings(SEARCH, max_examples=30))
         if wanted <= reached:

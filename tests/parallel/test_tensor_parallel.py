@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from jpaged.engine.step_plan import SamplerVariant
+from jpaged.engine.step_plan import SamplerVariant, TransferCosts
 from jpaged.errors import ModelLoadError, RequestError
 from jpaged.models.experts import pairs_of_devices
 from jpaged.models.recurrent_spec import GatedDelta, KimiDelta
@@ -178,6 +178,24 @@ def test_recurrent_layers(tmp_path):
             drafter.sequences = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs[0]]
         assert found == [two, two]
     close(two, one, limit=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.codegen
+def test_snapshots_return_from_the_host(tmp_path, monkeypatch):
+    """Each device's part of a state goes to the host and back, with its part of the blocks."""
+    folder = write("qwen3.5", tmp_path)
+    for name in ("keeping_pays", "keeping_state_pays", "moves_pay"):
+        monkeypatch.setattr(TransferCosts, name, lambda *sizes, **kinds: True)
+    requests = [{"prompt_token_ids": [(i * 7 + n) % 50 + 2 for i in range(200 + n)]} for n in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=2)
+    options = CACHED | {"max_num_seqs": 2, "swap_space": 0.05, "kv_cache_memory_bytes": 280_000}
+    with LLM(folder, **options, tensor_parallel_size=2) as llm:
+        found = [[answers(llm.generate([each], params, use_tqdm=False)) for each in requests] for _ in range(3)]
+        stats = llm.stats()
+    assert found[0] == found[1] == found[2]
+    assert min(stats.snapshots_to_host, stats.snapshots_to_device, stats.blocks_to_host, stats.blocks_to_device) > 0
+    assert stats.compiles_after_ready == 0
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import StateSizes, create_state, state_shapes
 from jpaged.runtime.step.advance_states import AdvanceShape, compile_advance
 from jpaged.runtime.step.batch import ForwardShape
-from jpaged.runtime.step.block_moves import HOST_BUCKET, BlockMover
+from jpaged.runtime.step.block_moves import HOST_BUCKET, STATE_BUCKET, BlockMover
 from jpaged.runtime.step.forward import compile_forward, flat_weights, run_forward
 from pallas_kernels.set_rows import cpu as set_rows
 from tests.support.deviceless import H200, V5E, marks
@@ -270,6 +270,34 @@ def test_recurrent_state_is_not_copied(target, recurrence, shape):
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < slots
     assert memory.alias_size_in_bytes >= 2 * slots + (0 if shape is ADVANCE else pool_bytes(target))
+
+
+@pytest.mark.parametrize(
+    ("target", "recurrence"),
+    [
+        pytest.param(
+            *(target, recurrence), id=f"{target}, {name}",
+            marks=[*MARKS[target], *([] if (target, name, DECODE) in IN_THE_GATE else [pytest.mark.slow])],
+        )
+        for target in IMPLEMENTATIONS if target != "h200"
+        for name, recurrence in RECURRENCES.items()
+    ],
+)  # fmt: skip
+def test_moving_a_snapshot_copies_no_other_states(target, recurrence):
+    """Copies of states, and moves from the host, update the slots in place. Moves to the host only read one slot."""
+    placement, spec = placement_on(target), dataclasses.replace(SPEC, recurrence=recurrence)
+    kv_groups = group_layers(spec.windows, spec.max_position, spec.attends, spec.recurrent)
+    state = state_shapes(spec, kv_groups, sizes(16, SNAPSHOTS), dtype=dtype_of(target), placement=placement)
+    mover = BlockMover(state, placement, host_slots=1)
+    of_slot = 2 * sum(x.size * x.dtype.itemsize for x in recurrence.state_shapes(dtype_of(target)))
+    whole = of_slot * (ROWS + SNAPSHOTS)
+    for program, moved in ((mover._copy_states, STATE_BUCKET), (mover._put_state, 1), (mover._take_state, 1)):
+        memory = program.memory_analysis()
+        assert large_moves(program.as_text(), whole // 8) == []
+        assert memory.temp_size_in_bytes <= 3 * moved * of_slot
+        if program is not mover._take_state:
+            assert memory.alias_size_in_bytes >= whole
+            assert memory.output_size_in_bytes - memory.alias_size_in_bytes < of_slot
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [(DECODE, 3), (PREFILL, 4)], ids=["decode", "prefill"])

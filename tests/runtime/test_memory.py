@@ -248,6 +248,21 @@ def test_host_memory_is_not_read_without_swap_space(monkeypatch):
     assert block_moves.host_slots(0.0, 1 << 20) == 0
 
 
+def test_swap_space_has_room_for_a_snapshot():
+    """Refused before weights are loaded. Without a prefix cache there are no snapshots."""
+    mamba = Mamba2((True, False, True, False), heads=4, head_dim=64, groups=4, state_dim=32, conv_width=4)
+    spec = dataclasses.replace(SPEC, recurrence=mamba)
+    config = dataclasses.replace(CONFIG, max_num_seqs=4, max_model_len=1000, swap_space=64 * 2**10 / 2**30)
+    of_slot = memory.slot_bytes(spec, FLOAT32, "cpu")
+    assert of_slot > 64 * 2**10 > BLOCK_BYTES
+    ModelRunner.check(SPEC, param_shapes(SPEC, FLOAT32), config)
+    params = param_shapes(spec, FLOAT32)
+    with pytest.raises(ModelLoadError, match=f"a snapshot of recurrent state has {of_slot / 2**30:.4f} GiB; raise it"):
+        ModelRunner.check(spec, params, config)
+    ModelRunner.check(spec, params, dataclasses.replace(config, enable_prefix_caching=False))
+    ModelRunner.check(spec, params, dataclasses.replace(config, swap_space=1.0))
+
+
 def test_the_check_before_loading_counts_the_slots_of_adapters(monkeypatch):
     monkeypatch.setattr(Blueprint, "_free_bytes", lambda self: 2**24)
     params, few = param_shapes(SPEC, FLOAT32), dataclasses.replace(CONFIG, max_num_seqs=4, max_model_len=64)

@@ -5,7 +5,8 @@
    The first name of a chain, the root, is a digest of all else that decides the KV: adapter, weight version, salt.
 3. A free block keeps its name and its content until it is allocated again. The free list is in the order of reuse:
    first blocks without a name, then named blocks, least recently freed first.
-4. With a host tier, a named block moves there, content and name, before it is allocated again.
+4. With a host tier, a named block moves there, content and name, before it is allocated again. `StateSlots` moves
+   snapshots there in the same way.
 
 Every operation takes constant time per block. The free list is doubly linked through two arrays, the index is a dict.
 `moves` records, in order, the block copies and the moves to the host and back that the device has to run.
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jpaged.engine.kv_cache.host_tier import HostTier
-from jpaged.engine.step_plan import BlockMove
+from jpaged.engine.step_plan import EVERYTHING, BlockMove
 from jpaged.errors import EngineError
 from jpaged.metrics import SharingMetrics
 
@@ -206,11 +207,20 @@ class BlockPool:
             self.host_tier.forget_all()
         if self.state_slots is not None:
             self.state_slots.forget_all()
+            self.drop_host_blocks()
+
+    def drop_host_blocks(self) -> None:
+        """Record a move that frees the memory of all host slots of blocks, which snapshots may need."""
+        if self.host_tier is not None:
+            self.moves.append((BlockMove.DROP, EVERYTHING, EVERYTHING))
 
     def take_moves(self) -> list[tuple[BlockMove, int, int]]:
         """All moves since the last call, in order: (kind, from, to)."""
         moves, self.moves = self.moves, []
-        return moves if self.state_slots is None else moves + self.state_slots.take_moves()
+        if self.state_slots is None:
+            return moves
+        drops = [] if self.host_tier is None else self.host_tier.take_drops()
+        return moves + self.state_slots.take_moves() + drops
 
     def reset_peak(self) -> None:
         """Set the peak of used blocks to the number used now."""

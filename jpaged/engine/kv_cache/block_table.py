@@ -5,6 +5,7 @@ import hashlib
 import sys
 
 from jpaged.engine.kv_cache.block_pool import BlockName, block_digest, token_bytes
+from jpaged.engine.kv_cache.host_tier import StoredSnapshot
 
 NEVER = sys.maxsize
 FREED = -1
@@ -40,6 +41,8 @@ class KVState:
     branch_blocks: int = 0            # blocks of the prefix whose KV was found, also without a state at its end
     snapshot_slot: int | None = None  # of the pending snapshot
     snapshot_blocks: int = 0          # computed blocks at the pending snapshot
+    saved_blocks: int = 0             # computed blocks at the last snapshot that later requests can find
+    fetched: StoredSnapshot | None = None  # of the host tier, which the request starts from
 
     def make_private(self, secret: bytes) -> None:
         """Hide the request's blocks from all other requests except its forks, by names that only they know."""

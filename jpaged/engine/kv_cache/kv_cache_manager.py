@@ -25,7 +25,7 @@ from jpaged.engine.kv_cache.host_tier import HostTier
 from jpaged.engine.kv_cache.kv_integrity import check_block_tables
 from jpaged.engine.kv_cache.prefix_finder import ON_HOST, Prefix, PrefixFinder
 from jpaged.engine.kv_cache.sliding_windows import SlidingWindows
-from jpaged.engine.kv_cache.state_slots import StateSlots
+from jpaged.engine.kv_cache.state_slots import StateSlots, host_sizes
 from jpaged.engine.request import Request
 from jpaged.engine.step_plan import RecurrentSizes, TransferCosts
 from jpaged.errors import EngineError
@@ -57,10 +57,15 @@ class KVCacheManager:
         recurrent_sizes:    slots for the state of recurrent layers; None: the model has no such layers.
         """
         pays = transfer_costs is None or transfer_costs.keeping_pays(block_size)
-        tier = HostTier(host_slots) if host_slots and pays else None
+        tier = None
+        if host_slots and pays:
+            tier = HostTier(host_slots, host_sizes(recurrent_sizes, block_size))
         self.pool = BlockPool(num_blocks, len(windows), tier)
-        self.states = None if recurrent_sizes is None else StateSlots(recurrent_sizes, block_size)
-        self.pool.state_slots = self.states
+        self.states = None
+        if recurrent_sizes is not None:
+            self.states = StateSlots(recurrent_sizes, block_size, tier, transfer_costs)
+            self.pool.state_slots = self.states
+            self.pool.drop_host_blocks()  # of the manager before this one; `StateSlots` drops its snapshots
         self.block_size = block_size
         self.windows = tuple(windows)
         self.num_held = 0    # blocks in all block tables; a shared block counts once per table
@@ -103,6 +108,8 @@ class KVCacheManager:
             raise EngineError(f"request {request.request_id} starts, but holds {kv.num_held} blocks")
         for tail in prefix.tails:
             self.pool.share(block for block in tail if block >= 0)
+        if self.states is not None and prefix.state_on_host:
+            self.states.fetch(request, prefix.num_blocks)  # first: blocks that move to the host may take its place
         if prefix.num_on_host:
             self._fetch(request, prefix)
         for tail in prefix.tails:

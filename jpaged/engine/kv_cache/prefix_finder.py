@@ -21,6 +21,7 @@ class Prefix:
     tails: tuple[list[int], ...]  # per kv_group: the last blocks of the prefix, up to its window
     num_on_host: int = 0          # entries of `tails` that are ON_HOST
     branch_blocks: int = 0        # as num_blocks, if recurrent layers did not need a state at its end
+    state_on_host: bool = False   # the host tier stores the snapshot at its end, and the device does not
 
     @property
     def num_on_device(self) -> int:
@@ -44,24 +45,25 @@ class PrefixFinder:
         A kv_group without a window needs all blocks of the prefix. A kv_group with a window needs the blocks that the
         first token after the prefix sees. The prefix has at most `Request.max_cached_tokens` tokens. Blocks of the host
         tier count if fetching them is faster than recomputing them. With recurrent layers, the prefix ends at a
-        snapshot of their state.
+        snapshot of their state, on the device or on the host.
         """
         if request.skips_prefix_cache or not self._windows.windows:
             return self.no_prefix
         pool = self._pool
         if pool.host_tier is None:
-            return self._find(request, pool.find)
-        both = self._find(request, self._find_in_both_tiers)
-        if not both.num_on_host:
+            return self._find(request, on_host=False)
+        both = self._find(request, on_host=True)
+        if not both.num_on_host and not both.state_on_host:
             return both
-        device = self._find(request, pool.find)
+        device = self._find(request, on_host=False)
         gained = (both.num_blocks - device.num_blocks) * self._windows.block_size
-        pays = self._costs is None or self._costs.moves_pay(both.num_on_host, gained)
+        costs = self._costs
+        pays = costs is None or costs.moves_pay(both.num_on_host, gained, with_state=both.state_on_host)
         return both if pays else device
 
     def find_on_device(self, request: Request) -> Prefix:
         """The longest prefix of the request's known tokens whose KV is on the device, as `find`."""
-        return self._find(request, self._pool.find)
+        return self._find(request, on_host=False)
 
     def named(self, request: Request) -> list[tuple[BlockName, int]]:
         """Names and blocks of the request's longest prefix on the device, one kv_group after another."""
@@ -81,13 +83,17 @@ class PrefixFinder:
         block = self._pool.find(name)
         return ON_HOST if block is None and self._pool.find_on_host(name) else block
 
-    def _find(self, request: Request, find: FindBlock) -> Prefix:
-        """The longest prefix by `find`, in KV and in state."""
+    def _find(self, request: Request, *, on_host: bool) -> Prefix:
+        """The longest prefix in KV and in state. on_host: blocks and snapshots of the host tier count."""
+        find = self._find_in_both_tiers if on_host else self._pool.find
         longest = prefix = self._find_blocks(request, request.max_cached_tokens // self._windows.block_size, find)
         states = self._pool.state_slots
-        while states is not None and (length := states.longest(request, prefix.num_blocks)) < prefix.num_blocks:
+        if states is None:
+            return prefix
+        while (length := states.longest(request, prefix.num_blocks, on_host=on_host)) < prefix.num_blocks:
             prefix = self._find_blocks(request, length, find)
-        return dataclasses.replace(prefix, branch_blocks=longest.num_blocks)
+        state_on_host = not states.has(request, prefix.num_blocks)
+        return dataclasses.replace(prefix, branch_blocks=longest.num_blocks, state_on_host=state_on_host)
 
     def _find_blocks(self, request: Request, length: int, find: FindBlock) -> Prefix:
         """The longest prefix of at most `length` blocks whose KV `find` finds."""

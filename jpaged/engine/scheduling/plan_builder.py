@@ -255,6 +255,8 @@ class PlanBuilder:
             counters.copied_blocks += kind == BlockMove.COPY
             counters.blocks_to_host += kind == BlockMove.TO_HOST
             counters.blocks_to_device += kind == BlockMove.TO_DEVICE
+            counters.snapshots_to_host += kind == BlockMove.STATE_TO_HOST
+            counters.snapshots_to_device += kind == BlockMove.STATE_TO_DEVICE
         return _lines(moves, _NO_MOVES)
 
 

@@ -163,6 +163,8 @@ class PromptScheduler:
         if room <= schedule.refused_with and step < schedule.retry_step:
             return None
         prefix = manager.find_prefix(request)
+        if prefix.state_on_host and manager.states is not None and not manager.states.can_fetch:
+            return None
         if manager.can_start(prefix, len(request.token_ids), headroom):
             schedule.refused_with = -1
             return prefix

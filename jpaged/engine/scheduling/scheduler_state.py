@@ -45,6 +45,8 @@ class SchedulerCounters:
     copied_blocks: int = 0
     blocks_to_host: int = 0
     blocks_to_device: int = 0
+    snapshots_to_host: int = 0
+    snapshots_to_device: int = 0
     adapter_loads: int = 0  # LoRA adapters written into slots of the device
     rejected_requests: int = 0  # request groups refused because of max_queued_requests
     rejected_tokens: int = 0    # request groups refused because of max_queued_tokens

@@ -295,10 +295,10 @@ class Blueprint:
 
     def check_memory(self) -> None:
         """Raise ModelLoadError if free device memory cannot serve the model. For devices without the weights."""
-        host_slots(self.config.swap_space, self.block_bytes)
         free = self._free_bytes()
         weights = memory.tree_bytes(self.model.params) + self.drafter_bytes.weights
-        self.fit(free_bytes=None if free is None else max(0, free - weights))
+        plan = self.fit(free_bytes=None if free is None else max(0, free - weights)).memory_plan
+        host_slots(self.config.swap_space, self.block_bytes, plan.slot_bytes * (plan.limits.num_snapshots > 0))
 
     @property
     def has_unchecked_attention(self) -> bool:

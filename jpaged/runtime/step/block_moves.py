@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jpaged.engine.step_plan import BlockMove, TransferCosts
+from jpaged.engine.step_plan import EVERYTHING, BlockMove, TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.runtime.kv_format import FP8
 from jpaged.runtime.placement import Placement
@@ -32,16 +32,22 @@ logger = logging.getLogger(__name__)
 
 COPY_BUCKETS = (8, 64)  # blocks per copy program: 8 for the forks of a step, 64 for a wide beam search
 STATE_BUCKET = 4  # states per program that copies them. Each has megabytes in a large model
-HOST_BUCKET = 16  # blocks per program that moves them to the host or back
+HOST_BUCKET = 16  # blocks per program that moves them to the host or back. A snapshot has a run of its own
 PINNED = "pinned_host"
 
 # A pytree like KVPages of one block, stacked over the page arrays. On the host its leaves are jax.Arrays in pinned
 # memory. Without pinned memory they are numpy arrays, or jax.Arrays if there is a mesh.
 HostBlock = Any
+# Arrays of a state, each stacked over the recurrent layers, in the same memory as those of a HostBlock
+HostState = tuple[Any, ...]
 
 
-def host_slots(swap_space: float, block_bytes: int) -> int:
-    """Number of blocks in `swap_space` GiB of host memory. Raises ModelLoadError if it exceeds RAM or fits no block."""
+def host_slots(swap_space: float, block_bytes: int, state_bytes: int = 0) -> int:
+    """Number of blocks in `swap_space` GiB of host memory.
+
+    state_bytes: of a snapshot of recurrent state, which has to fit, too; 0: there are none. Raises ModelLoadError if
+    `swap_space` exceeds RAM, or fits no block or no snapshot.
+    """
     if not 0 <= swap_space < float("inf"):
         raise ModelLoadError(f"swap_space={swap_space}: must be GiB of host memory, at least 0")
     if not swap_space:
@@ -51,14 +57,14 @@ def host_slots(swap_space: float, block_bytes: int) -> int:
         raise ModelLoadError(
             f"swap_space={swap_space}: this machine has {total / 2**30:.1f} GiB of memory in all; lower it"
         )
-    slots = int(swap_space * 2**30) // block_bytes
-    if not slots:
-        raise ModelLoadError(f"swap_space={swap_space}: a block has {block_bytes / 2**30:.4f} GiB; raise it, or set 0")
-    return slots
+    for name, size in {"a block": block_bytes, "a snapshot of recurrent state": state_bytes}.items():
+        if size > swap_space * 2**30:
+            raise ModelLoadError(f"swap_space={swap_space}: {name} has {size / 2**30:.4f} GiB; raise it, or set 0")
+    return int(swap_space * 2**30) // block_bytes
 
 
 class BlockMover:
-    """Runs block moves, and stores the blocks of the host tier."""
+    """Runs moves of blocks and states, and stores the blocks and snapshots of the host tier."""
 
     def __init__(
         self, state: DeviceState, placement: Placement, *, host_slots: int, handover: bool = False,
@@ -73,6 +79,7 @@ class BlockMover:
         self._block_sharding = placement.of_pages(latent=state.page_v_dim is not None)
         self._host_sharding = _pinned(self._block_sharding)
         self._host: dict[int, HostBlock] = {}  # by host slot
+        self._host_states: dict[int, HostState] = {}
 
         def moving(function: Callable[..., DeviceState], *arguments: Any) -> jax.stages.Compiled:
             call = placement.on_each_device(functools.partial(function), (state, *arguments), state)
@@ -83,6 +90,14 @@ class BlockMover:
         self._copies = {size: moving(_copy, placement.shape((size, 2), np.int32)) for size in COPY_BUCKETS}
         if state.recurrent:
             self._copy_states = moving(_copy_states, placement.shape((STATE_BUCKET, 2), np.int32))
+        self.moves_states = bool(host_slots and state.recurrent and has_snapshots(state))
+        if self.moves_states:
+            slot = placement.shape((1,), np.int32)
+            stacked = tuple(_stacked(leaf, len(state.recurrent)) for leaf in state.recurrent[0])
+            self._state_shardings = tuple(leaf.sharding for leaf in stacked)
+            call = placement.on_each_device(functools.partial(_take_state), (state.recurrent, slot), stacked)
+            self._take_state = compile_program(call, (state.recurrent, slot), donate=(), store=store)
+            self._put_state = moving(_put_state, slot, stacked)
         if host_slots or handover:
             index = placement.shape((HOST_BUCKET,), np.int32)
             blocks = jax.tree.map(self._placed, jax.eval_shape(_take, state.pages, index))
@@ -106,6 +121,16 @@ class BlockMover:
                 case BlockMove.TO_DEVICE:
                     for part in _parts(run, HOST_BUCKET):
                         state = self._to_device(state, part)
+                case BlockMove.STATE_TO_HOST:
+                    for slot, host_slot in run:
+                        taken = self._take_state(state.recurrent, self._placement.put(np.array([slot], np.int32)))
+                        self._host_states[host_slot] = tuple(map(self._to_host_memory, taken))
+                case BlockMove.STATE_TO_DEVICE:
+                    for host_slot, slot in run:
+                        arrays = jax.device_put(self._host_states[host_slot], self._state_shardings)
+                        state = self._put_state(state, self._placement.put(np.array([slot], np.int32)), arrays)
+                case BlockMove.DROP | BlockMove.DROP_STATE:
+                    _drop(self._host if kind is BlockMove.DROP else self._host_states, [slot for slot, _ in run])
         return state
 
     @property
@@ -133,7 +158,7 @@ class BlockMover:
     def measure(
         self, state: DeviceState, block_bytes: int, step: Callable[[DeviceState], DeviceState], num_tokens: int
     ) -> tuple[DeviceState, TransferCosts]:
-        """Measure the time to move a block and to compute a token. step: computes `num_tokens` tokens."""
+        """Measure the time to move a block, to move a state, and to compute a token. step: computes `num_tokens`."""
 
         def seconds(work: Callable[[DeviceState], DeviceState]) -> tuple[DeviceState, float]:
             nonlocal state
@@ -148,12 +173,19 @@ class BlockMover:
         back = [(BlockMove.TO_DEVICE, i, i) for i in range(HOST_BUCKET)]
         state, moving = seconds(lambda s: self.run(s, np.array([*blocks, *back])))
         state, computing = seconds(step)
-        self._host.clear()
-        costs = TransferCosts(moving / (2 * HOST_BUCKET), computing / num_tokens)
+        per_state = 0.0
+        if self.moves_states:
+            moves = [(BlockMove.STATE_TO_HOST, 0, 0), (BlockMove.STATE_TO_DEVICE, 0, 0)]
+            state, both = seconds(lambda s: self.run(s, np.array(moves)))
+            per_state = both / 2
+        self.close()
+        costs = TransferCosts(moving / (2 * HOST_BUCKET), computing / num_tokens, seconds_per_state=per_state)
         logger.info(
             "host tier: moving a block (%.1f KiB) takes %.0f us, computing a token %.0f us",
             block_bytes / 1024, costs.seconds_per_move * 1e6, costs.seconds_per_token * 1e6,
         )  # fmt: skip
+        if self.moves_states:
+            logger.info("host tier: moving a snapshot of recurrent state takes %.0f us", per_state * 1e6)
         if not costs.keeping_pays(state.pages[0].block_size):
             logger.warning("swap_space is not used: computing a block's tokens takes less time here than moving it")
         return state, costs
@@ -162,8 +194,9 @@ class BlockMover:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._block_sharding)
 
     def close(self) -> None:
-        """Free the blocks of the host tier."""
+        """Free the blocks and the snapshots of the host tier."""
         self._host.clear()
+        self._host_states.clear()
 
     def _copy(self, state: DeviceState, run: Sequence[tuple[int, int]]) -> DeviceState:
         for part in _parts(run, COPY_BUCKETS[-1]):
@@ -182,8 +215,8 @@ class BlockMover:
         return self._take(state.pages, self._placement.put(index))[: len(part)]
 
     def _to_host_memory(self, array: jax.Array) -> jax.Array | np.ndarray:
-        if self._host_sharding is not None:
-            return jax.device_put(array, self._host_sharding)
+        if self._host_sharding is not None:  # if a block has pinned memory, so has a state
+            return jax.device_put(array, array.sharding.with_memory_kind(PINNED))
         return np.asarray(array) if self._placement.mesh is None else array  # a mesh of CPU devices
 
     def _to_device(self, state: DeviceState, part: Sequence[tuple[int, int]]) -> DeviceState:
@@ -221,6 +254,46 @@ def _copy_states(state: DeviceState, from_to: Int[Array, "copies 2"]) -> DeviceS
         )
 
     return state.replace(recurrent=jax.tree.map(copied, state.recurrent))
+
+
+def has_snapshots(state: DeviceState) -> bool:
+    """Whether the state of recurrent layers has slots for snapshots."""
+    return state.recurrent[0][0].shape[0] > state.table.shape[0]
+
+
+def _stacked(slots: Any, num_layers: int) -> jax.ShapeDtypeStruct:
+    """Shape of one slot of an array of recurrent state, stacked over layers. The layers take the axis of the slots."""
+    return jax.ShapeDtypeStruct((num_layers, *slots.shape[1:]), slots.dtype, sharding=slots.sharding)
+
+
+def _take_state(recurrent: tuple[tuple[Array, ...], ...], slot: Int[Array, " one"]) -> tuple[Array, ...]:
+    """A slot of all recurrent layers: each array of a state, stacked over layers."""
+    return tuple(
+        jnp.stack([jax.lax.dynamic_index_in_dim(slots, slot[0], keepdims=False) for slots in arrays])
+        for arrays in zip(*recurrent, strict=True)
+    )
+
+
+def _put_state(state: DeviceState, slot: Int[Array, " one"], contents: tuple[Array, ...]) -> DeviceState:
+    """Write arrays from `_take_state` into a slot of all recurrent layers."""
+
+    def put(slots: Array, content: Array) -> Array:
+        plain = lambda own: jax.lax.dynamic_update_index_in_dim(own, content, slot[0], 0)  # noqa: E731
+        return set_rows(slots, slot, content.reshape(1, -1), plain=plain)
+
+    recurrent = tuple(
+        tuple(put(slots, content[i]) for slots, content in zip(layer, contents, strict=True))
+        for i, layer in enumerate(state.recurrent)
+    )
+    return state.replace(recurrent=recurrent)
+
+
+def _drop(stored: dict[int, Any], slots: Sequence[int]) -> None:
+    """Free the memory of host slots. `EVERYTHING` stands for all of them."""
+    if EVERYTHING in slots:
+        stored.clear()
+    for slot in slots:
+        stored.pop(slot, None)
 
 
 def _padded(part: Sequence[tuple[int, int]], size: int) -> np.ndarray:
