@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.platforms import refuse_triton
 from pallas_kernels.state_scan.call import EPS, ScanCall
 from pallas_kernels.state_scan.chunk import FEW, compute_chunk
+from pallas_kernels.state_scan.triton_chunks import add_chunks
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 CHUNK = 32  # tokens
@@ -53,26 +54,19 @@ def state_scan(
     given = (call.query_start_loc, call.slots, call.positions, skip, call.q, call.k, call.v, call.decay, call.factor)
     given += () if call.targets is None else (call.targets,)
 
-    # three products of numbers of 11 bits on the matrix units: 22 bits of float32's 24
-    precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-
-    def launch(compute: Any, name: str, block: int, warps: int, *changed: Array) -> list[Array]:
-        """changed: the results of a kernel before, or the states only. They are completed in place."""
-        return pl.pallas_call(
-            functools.partial(_kernel, compute=compute, call=call, rows=rows, block=block, precision=precision),
-            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (call.v, call.states)],
-            grid=(call.slots.shape[0], heads, pl.cdiv(v_dim, block)),
-            input_output_aliases={len(given) + n: n + 2 - len(changed) for n in range(len(changed))},
-            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-            interpret=interpret,
-            name=name,
-        )(*given, *changed)  # fmt: skip
-
-    results = launch(_step, "state_step", max(LEAST, min(columns, STEP_NUMBERS // rows)), 4, call.states)
+    block = max(LEAST, min(columns, STEP_NUMBERS // rows))
+    out, states = pl.pallas_call(
+        functools.partial(_kernel, compute=_step, call=call, rows=rows, block=block, precision=None),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (call.v, call.states)],
+        grid=(call.slots.shape[0], heads, pl.cdiv(v_dim, block)),
+        input_output_aliases={len(given): 1},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="state_step",
+    )(*given, call.states)  # fmt: skip
     if call.max_query_len > FEW:
-        block = max(LEAST, min(columns, CHUNK_COLUMNS * 128 // rows))
-        results = launch(_chunks, "state_chunks", block, CHUNK_WARPS, *results)
-    return results[0], results[1]
+        out, states = add_chunks(call, out, states, skip, interpret=interpret)
+    return out, states
 
 
 def _kernel(
