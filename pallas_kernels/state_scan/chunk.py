@@ -19,17 +19,19 @@ CHUNK = 64  # tokens
 FEW = 32    # most tokens of a row that are computed one after the other instead
 
 
-def most_chunks(tokens: int, rows: int) -> int:
+def most_chunks(tokens: int, rows: int, size: int = CHUNK) -> int:
     """Upper bound of the chunks of all rows with more than FEW tokens. A row may begin and end inside a chunk."""
-    return tokens // CHUNK + 2 * min(rows, tokens // (FEW + 1))
+    return tokens // size + 2 * min(rows, tokens // (FEW + 1))
 
 
-def chunks_of_rows(call: ScanCall) -> tuple[Int[Array, " chunks"], Int[Array, " chunks"], Int[Array, ""]]:
+def chunks_of_rows(
+    call: ScanCall, size: int = CHUNK
+) -> tuple[Int[Array, " chunks"], Int[Array, " chunks"], Int[Array, ""]]:
     """Row of each chunk, its index in the row, and the number of chunks. The last ones may be unused."""
     rows, (begins, ends) = call.slots.shape[0], (call.query_start_loc[:-1], call.query_start_loc[1:])
-    chunks = jnp.where(ends - begins > FEW, (call.positions % CHUNK + ends - begins + CHUNK - 1) // CHUNK, 0)
+    chunks = jnp.where(ends - begins > FEW, (call.positions % size + ends - begins + size - 1) // size, 0)
     last = jnp.cumsum(chunks)  # of each row's chunks, exclusive
-    chunk = jnp.arange(max(1, most_chunks(call.v.shape[0], rows)), dtype=jnp.int32)
+    chunk = jnp.arange(max(1, most_chunks(call.v.shape[0], rows, size)), dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(last, chunk, side="right", method="compare_all"), rows - 1).astype(jnp.int32)
     return row, chunk - (last - chunks)[row], last[-1]
 

@@ -65,7 +65,7 @@ def state_scan(
         name="state_step",
     )(*given, call.states)  # fmt: skip
     if call.max_query_len > FEW:
-        out, states = add_chunks(call, out, states, skip, interpret=interpret)
+        out, states = add_chunks(call, skip, out, states, interpret=interpret)
     return out, states
 
 
