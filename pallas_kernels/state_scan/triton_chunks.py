@@ -25,7 +25,7 @@ Ref = Any  # an array inside a kernel, addressed by `.at`
 CHUNK = 32    # tokens
 COLUMNS = 64  # of a block of the state: the rows of Hopper's matmul instructions
 WARPS = 4
-STAGES = 1
+STAGES, VAR = 1, 0
 MATRIX_WARPS = 1
 
 
@@ -70,9 +70,9 @@ def split(x: Float[Array, "m n"]) -> list[Float[Array, "m n"]]:
     return [part.astype(jnp.bfloat16) for part in reversed(parts)]
 
 
-def multiply(a: Sequence[Array], *bs: Sequence[Array], trans_b: bool = False) -> list[Array]:
+def multiply(a: Sequence[Array], *bs: Sequence[Array], trans_b: bool = False, start: Any = 0.0) -> list[Array]:
     """The products of a and each b, split arrays, in float32. Terms below 2**-24 are left out."""
-    products: list[Any] = [0.0] * len(bs)
+    products: list[Any] = [start] * len(bs)
     for n, x in enumerate(a):
         for i, b in enumerate(bs):
             # parts n from the end of a and m from the end of b: their product has 8 * (n + m) bits fewer
@@ -126,7 +126,7 @@ def _matrices_kernel(
             jnp.broadcast_to(jnp.exp(whole), total.shape),
         )  # fmt: skip
         for n, each in enumerate(numbers):
-            plgpu.store(numbers_ref.at[t, head, n], each, mask=inside)
+            plgpu.store(numbers_ref.at[t, head, jnp.int32(n)], each, mask=inside)
         i, j = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
         between = jnp.where(i >= j, jnp.exp(jnp.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
         between *= k_size[None, :]
@@ -174,22 +174,38 @@ def _chunks_kernel(
         first = begin - before + n * CHUNK
         t, inside = _tokens(first, begin, end, k_ref.shape[0])
         real = inside[None, :] & (column < v_dim)
-        q, k = (split(_keys(ref, t, inside, lax.div(head, call.v_per_k), rows)) for ref in (q_ref, k_ref))
-        v = _load(v_ref, t[None, :], head, column, mask=real).astype(jnp.float32)
-        at_start, of_query, kept = (_load(numbers_ref, t, head, n, mask=inside)[None, :] for n in range(3))
-        whole = plgpu.load(numbers_ref.at[jnp.maximum(first, begin), head, 3])
+        key_head = lax.div(head, call.v_per_k)
+        def number(n):
+            return _load(numbers_ref, t, head, jnp.int32(n), mask=inside)[None, :]
+
+        k = split(_keys(k_ref, t, inside, key_head, rows))
+
+        def load_v():
+            return _load(v_ref, t[None, :], head, column, mask=real).astype(jnp.float32)
+
         if call.is_delta:
-            at_k, at_q = multiply(split(state), k, q, trans_b=True)
+            if VAR & 1:
+                (at_k,) = multiply(split(state), k, trans_b=True)
+            else:
+                q = split(_keys(q_ref, t, inside, key_head, rows))
+                at_k, at_q = multiply(split(state), k, q, trans_b=True)
+            v = load_v()
             inverse = split(_load(refs[0], t[:, None], head, across, mask=inside[:, None]))
-            (change,) = multiply(split(v - at_start * at_k), inverse, trans_b=True)
+            (change,) = multiply(split(v - number(0) * at_k), inverse, trans_b=True)
+            if VAR & 1:
+                q = split(_keys(q_ref, t, inside, key_head, rows))
+                (at_q,) = multiply(split(state), q, trans_b=True)
         else:
+            q = split(_keys(q_ref, t, inside, key_head, rows))
             (at_q,) = multiply(split(state), q, trans_b=True)
-            change = at_start * v
+            v = load_v()
+            change = number(0) * v
         scores = split(_load(scores_ref, t[:, None], head, across, mask=inside[:, None]))
-        (inner,) = multiply(split(change), scores, trans_b=True)
-        result = of_query * at_q + inner + skip_ref[head] * v
+        at_q = number(1) * at_q + skip_ref[head] * v
+        (result,) = multiply(split(change), scores, trans_b=True, start=at_q)
         plgpu.store(out_ref.at[t[None, :], head, column], result.astype(out_ref.dtype), mask=real)
-        (added,) = multiply(split(kept * change), k)
+        (added,) = multiply(split(number(2) * change), k)
+        whole = plgpu.load(numbers_ref.at[jnp.maximum(first, begin), head, jnp.int32(3)])
         return whole * state + added
 
     @pl.when(end - begin > FEW)
@@ -200,4 +216,5 @@ def _chunks_kernel(
         if call.targets is not None:
             target = refs[-5][row]
             is_written = mask & (target >= 0) & (target < states_ref.shape[0])
-        plgpu.store(states_ref.at[target, head, at, column], state, mask=is_written)
+        (again,) = plgpu.elementwise_inline_asm("mov.b32 $0, $1;", args=[at], constraints="=r,r", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(at.shape, jnp.int32)]) if VAR & 4 else (at,)
+        plgpu.store(states_ref.at[target, head, again, column], state, mask=is_written)
