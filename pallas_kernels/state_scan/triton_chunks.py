@@ -26,7 +26,9 @@ CHUNK = 32    # tokens
 COLUMNS = 64  # of a block of the state: the rows of Hopper's matmul instructions
 WARPS = 4
 STAGES, VAR = 1, 0
-MATRIX_WARPS = 1
+MATRIX_WARPS = 2
+WIDTH = 32
+STATE_WIDTH = 128
 
 
 def add_chunks(call: ScanCall, skip: Array, out: Array, states: Array, *, interpret: bool) -> list[Array]:
@@ -70,9 +72,9 @@ def split(x: Float[Array, "m n"]) -> list[Float[Array, "m n"]]:
     return [part.astype(jnp.bfloat16) for part in reversed(parts)]
 
 
-def multiply(a: Sequence[Array], *bs: Sequence[Array], trans_b: bool = False, start: Any = 0.0) -> list[Array]:
+def multiply(a: Sequence[Array], *bs: Sequence[Array], trans_b: bool = False, start: Any = None) -> list[Array]:
     """The products of a and each b, split arrays, in float32. Terms below 2**-24 are left out."""
-    products: list[Any] = [start] * len(bs)
+    products: list[Any] = list(start) if start else [0.0] * len(bs)
     for n, x in enumerate(a):
         for i, b in enumerate(bs):
             # parts n from the end of a and m from the end of b: their product has 8 * (n + m) bits fewer
@@ -88,10 +90,9 @@ def _load(ref: Ref, *index: Any, mask: Array) -> Array:
     return plgpu.load(ref.at[index], mask=mask, other=0)
 
 
-def _keys(ref: Ref, t: Array, inside: Array, head: Array, rows: int) -> Array:
-    """Queries or keys of tokens: [tokens, rows]."""
-    at = jnp.arange(rows)[None, :]
-    return _load(ref, t[:, None], head, at, mask=inside[:, None] & (at < ref.shape[2]))
+def _keys(ref: Ref, t: Array, inside: Array, head: Array, at: Array) -> Array:
+    """Numbers `at` of the queries or keys of tokens t."""
+    return _load(ref, t[:, None], head, at[None, :], mask=inside[:, None] & (at < ref.shape[2])[None, :])
 
 
 def _tokens(first: Array, low: Array, high: Array, num_tokens: int) -> tuple[Array, Array]:
@@ -113,12 +114,27 @@ def _matrices_kernel(
     def _compute() -> None:
         t, inside = _tokens(first_ref[chunk], low, high, k_ref.shape[0])
         across = jnp.arange(CHUNK)[None, :]
-        q, k = (_keys(ref, t, inside, lax.div(head, call.v_per_k), rows) for ref in (q_ref, k_ref))
         decay, factor = (_load(ref, t, head, mask=inside) for ref in (decay_ref, factor_ref))
-        q_size, k_size = jnp.ones_like(decay), jnp.ones_like(decay)
-        if call.is_delta:
-            wide = (x.astype(jnp.float32) for x in (q, k))
-            q_size, k_size = (lax.rsqrt(jnp.sum(x * x, axis=1) + EPS) for x in wide)
+
+        def add(n: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            """Products and squares of q and k over one part of their numbers."""
+            at = n * width + jnp.arange(width)
+            q, k = (_keys(ref, t, inside, lax.div(head, call.v_per_k), at) for ref in (q_ref, k_ref))
+            q_parts, k_parts = split(q), split(k)
+            (products,) = multiply(q_parts, k_parts, trans_b=True, start=sums[:1])
+            if not call.is_delta:
+                return (products,)
+            squares = [jnp.sum(x * x, axis=1) for x in (q.astype(jnp.float32), k.astype(jnp.float32))]
+            return (
+                products, *multiply(k_parts, k_parts, trans_b=True, start=sums[1:2]),
+                *(total + each for total, each in zip(sums[2:], squares, strict=True)),
+            )  # fmt: skip
+
+        width = min(rows, WIDTH)
+        shapes = [(CHUNK, CHUNK)] * 2 + [(CHUNK,)] * 2
+        zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes[: 4 if call.is_delta else 1])
+        products, *more = lax.fori_loop(0, rows // width, add, zeros)
+        q_size, k_size = (lax.rsqrt(x + EPS) for x in more[1:]) if more else (jnp.ones_like(decay),) * 2
         total, whole = jnp.cumsum(decay), jnp.sum(decay)
         since_start, kept = jnp.exp(total), jnp.exp(jnp.minimum(whole - total, 0.0))
         numbers = (
@@ -130,13 +146,10 @@ def _matrices_kernel(
         i, j = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
         between = jnp.where(i >= j, jnp.exp(jnp.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
         between *= k_size[None, :]
-        q, k = split(q), split(k)
-        (products,) = multiply(q, k, trans_b=True)
         scores = products * (call.scale * q_size)[:, None] * between
         plgpu.store(scores_ref.at[t[:, None], head, across], scores, mask=inside[:, None])
         if call.is_delta:
-            (products,) = multiply(k, k, trans_b=True)
-            inverse = _invert(jnp.where(i > j, products * (factor * k_size)[:, None] * between, 0.0)) * factor[None, :]
+            inverse = _invert(jnp.where(i > j, more[0] * (factor * k_size)[:, None] * between, 0.0)) * factor[None, :]
             plgpu.store(refs[0].at[t[:, None], head, across], inverse, mask=inside[:, None])
 
 
@@ -166,55 +179,58 @@ def _chunks_kernel(
     begin, end, position = starts_ref[row], starts_ref[row + 1], positions_ref[row]
     k_dim, v_dim = states_ref.shape[2:]
     column = (pl.program_id(2) * COLUMNS + jnp.arange(COLUMNS))[:, None]
-    at, across = jnp.arange(rows)[None, :], jnp.arange(CHUNK)[None, :]
-    mask = (at < k_dim) & (column < v_dim)
+    across, width = jnp.arange(CHUNK)[None, :], min(rows, STATE_WIDTH)
+    parts = [first + jnp.arange(width) for first in range(0, rows, width)]  # of the state's rows
+
+    def mask(part: Array) -> Array:
+        return (part < k_dim)[None, :] & (column < v_dim)
+
     before = lax.rem(position, CHUNK)  # tokens of the first chunk that an earlier step computed
 
-    def add(n: Array, state: Array) -> Array:
+    def add(n: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         first = begin - before + n * CHUNK
         t, inside = _tokens(first, begin, end, k_ref.shape[0])
         real = inside[None, :] & (column < v_dim)
-        key_head = lax.div(head, call.v_per_k)
-        def number(n):
+
+        def number(n: int) -> Array:
             return _load(numbers_ref, t, head, jnp.int32(n), mask=inside)[None, :]
 
-        k = split(_keys(k_ref, t, inside, key_head, rows))
+        def keys(ref: Ref, part: Array) -> list[Array]:
+            return split(_keys(ref, t, inside, lax.div(head, call.v_per_k), part))
 
-        def load_v():
-            return _load(v_ref, t[None, :], head, column, mask=real).astype(jnp.float32)
+        def matrix(ref: Ref) -> list[Array]:
+            return split(_load(ref, t[:, None], head, across, mask=inside[:, None]))
 
+        k, sums = [], [0.0] * (2 if call.is_delta else 1)
+        for part, each in zip(parts, state, strict=True):
+            q, k = keys(q_ref, part), [*k, keys(k_ref, part)]
+            sums = multiply(split(each), *([q, k[-1]] if call.is_delta else [q]), trans_b=True, start=sums)
+        v = _load(v_ref, t[None, :], head, column, mask=real).astype(jnp.float32)
         if call.is_delta:
-            if VAR & 1:
-                (at_k,) = multiply(split(state), k, trans_b=True)
-            else:
-                q = split(_keys(q_ref, t, inside, key_head, rows))
-                at_k, at_q = multiply(split(state), k, q, trans_b=True)
-            v = load_v()
-            inverse = split(_load(refs[0], t[:, None], head, across, mask=inside[:, None]))
-            (change,) = multiply(split(v - number(0) * at_k), inverse, trans_b=True)
-            if VAR & 1:
-                q = split(_keys(q_ref, t, inside, key_head, rows))
-                (at_q,) = multiply(split(state), q, trans_b=True)
+            (change,) = multiply(split(v - number(0) * sums[1]), matrix(refs[0]), trans_b=True)
         else:
-            q = split(_keys(q_ref, t, inside, key_head, rows))
-            (at_q,) = multiply(split(state), q, trans_b=True)
-            v = load_v()
             change = number(0) * v
-        scores = split(_load(scores_ref, t[:, None], head, across, mask=inside[:, None]))
-        at_q = number(1) * at_q + skip_ref[head] * v
-        (result,) = multiply(split(change), scores, trans_b=True, start=at_q)
-        plgpu.store(out_ref.at[t[None, :], head, column], result.astype(out_ref.dtype), mask=real)
-        (added,) = multiply(split(number(2) * change), k)
+        out = number(1) * sums[0]
+        if call.skip is not None:
+            out += skip_ref[head] * v
+        (out,) = multiply(split(change), matrix(scores_ref), trans_b=True, start=[out])
+        plgpu.store(out_ref.at[t[None, :], head, column], out.astype(out_ref.dtype), mask=real)
+        added = multiply(split(number(2) * change), *k)
         whole = plgpu.load(numbers_ref.at[jnp.maximum(first, begin), head, jnp.int32(3)])
-        return whole * state + added
+        return tuple(whole * old + new for old, new in zip(state, added, strict=True))
 
     @pl.when(end - begin > FEW)
     def _scan() -> None:
-        state = _load(states_ref, slots_ref[row], head, at, column, mask=mask & (position > 0))
+        state = tuple(
+            _load(states_ref, slots_ref[row], head, at[None, :], column, mask=mask(at) & (position > 0))
+            for at in parts
+        )
         state = lax.fori_loop(0, lax.div(before + end - begin + CHUNK - 1, CHUNK), add, state)
-        target, is_written = slots_ref[row], mask
+        target, is_written = slots_ref[row], True
         if call.targets is not None:
             target = refs[-5][row]
-            is_written = mask & (target >= 0) & (target < states_ref.shape[0])
-        (again,) = plgpu.elementwise_inline_asm("mov.b32 $0, $1;", args=[at], constraints="=r,r", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(at.shape, jnp.int32)]) if VAR & 4 else (at,)
-        plgpu.store(states_ref.at[target, head, again, column], state, mask=is_written)
+            is_written = (target >= 0) & (target < states_ref.shape[0])
+        for at, each in zip(parts, state, strict=True):
+            if VAR & 4:
+                (at,) = plgpu.elementwise_inline_asm("mov.b32 $0, $1;", args=[at], constraints="=r,r", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(at.shape, jnp.int32)])
+            plgpu.store(states_ref.at[target, head, at[None, :], column], each, mask=mask(at) & is_written)
