@@ -7,12 +7,13 @@
 The arithmetic is that of `chunk.compute_chunk`. All products are of bfloat16 on the matrix units, and a float32 number
 is the sum of three of them. So bfloat16 queries and keys need one product for each part of the state.
 
-Registers are the limit. The state is transposed, because a Hopper matmul reads its left operand from registers, but the
-right one through a 64-bit descriptor for each 16 rows, which the compiler keeps in registers during the loop. See
-docs/decisions.md, "Layers with a state".
+Registers are the limit. A Hopper matmul reads its left operand from registers. It reads its right operand through a
+64-bit descriptor for each 16 rows, and the compiler keeps all descriptors in registers during the loop. So the state is
+on the left, transposed. See docs/decisions.md, "Layers with a state".
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,29 +26,31 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.platforms import is_hopper
 from pallas_kernels.state_scan.call import EPS, ScanCall
-from pallas_kernels.state_scan.chunk import FEW, chunks_of_rows
+from pallas_kernels.state_scan.chunk import FEW, Chunks
 
 Ref = Any  # an array inside a kernel, addressed by `.at`
 CHUNK = 32  # tokens
 MATRIX_WARPS, CHUNK_WARPS = 2, 4
-MATRIX_BYTES, STATE_BYTES = 64, 128  # of a query or key that are multiplied at once in each kernel
-# What state_chunks needs of a token for one head
+MATRIX_BYTES = 64  # of a query or key that state_matrices multiplies at once
+LEAST = 16         # numbers of a product, at least
+# The numbers of a token and head that state_matrices computes for state_chunks
 FROM_START, QUERY, TO_END, WHOLE = range(4)
 
 
 def add_chunks(call: ScanCall, skip: Array, out: Array, states: Array, *, interpret: bool) -> list[Array]:
     """out and states with the results of rows with more than FEW tokens, in place. skip: [heads]."""
     (tokens, heads, v_dim), rows = call.v.shape, pl.next_power_of_2(call.k.shape[2])
-    row, index, count = chunks_of_rows(call, CHUNK)
+    chunks = Chunks.of(call, CHUNK)
+    number, row = jnp.arange(chunks.row.shape[0], dtype=jnp.int32), chunks.row
     begins, ends = call.query_start_loc[:-1][row], call.query_start_loc[1:][row]
-    first = begins - call.positions[row] % CHUNK + index * CHUNK
+    first = begins - call.positions[row] % CHUNK + chunks.index * CHUNK
     low = jnp.maximum(first, begins)
-    high = jnp.where(jnp.arange(row.shape[0]) < count, jnp.minimum(first + CHUNK, ends), low)
+    high = jnp.where(number < chunks.count, jnp.minimum(first + CHUNK, ends), low)
     shapes = [(tokens, heads, 4), (tokens, heads, CHUNK), (tokens, heads, CHUNK)]
     matrices = pl.pallas_call(
         functools.partial(_matrices_kernel, call=call, rows=rows),
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[: 3 if call.is_delta else 2]],
-        grid=(row.shape[0], heads), interpret=interpret, name="state_matrices",
+        grid=(number.shape[0], heads), interpret=interpret, name="state_matrices",
         compiler_params=plgpu.CompilerParams(num_warps=MATRIX_WARPS, num_stages=1),
     )(first, low, high, call.q, call.k, call.decay, call.factor)  # fmt: skip
     given = (call.query_start_loc, call.slots, call.positions, skip, call.q, call.k, call.v, *matrices)
@@ -81,7 +84,7 @@ def split(x: Float[Array, "m n"]) -> list[Float[Array, "m n"]]:
     # part is computed from x alone, so that no other part needs registers.
     bits = lax.bitcast_convert_type(x, jnp.int32)
     cut = [lax.bitcast_convert_type(bits & jnp.int32(-1 << (16 - 8 * n)), jnp.float32) for n in range(count)]
-    parts = [cut[0], *(long - short for short, long in zip(cut, cut[1:], strict=False))]
+    parts = [cut[0], *(long - short for short, long in itertools.pairwise(cut))]
     return [part.astype(jnp.bfloat16) for part in reversed(parts)]
 
 
@@ -215,7 +218,7 @@ def _chunks_kernel(
     begin, end, position = starts_ref[row], starts_ref[row + 1], positions_ref[row]
     k_dim, v_dim = states_ref.shape[2:]
     column = (pl.program_id(2) * columns + jnp.arange(columns))[:, None]
-    width = min(rows, STATE_BYTES // call.q.dtype.itemsize)
+    width = max(LEAST, rows // call.q.dtype.itemsize)
     parts = [first + jnp.arange(width) for first in range(0, rows, width)]
     before = lax.rem(position, CHUNK)  # tokens of the first chunk that an earlier step computed
 
