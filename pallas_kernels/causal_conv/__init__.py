@@ -7,16 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.causal_conv import cpu, reference, triton, xla
+from pallas_kernels.causal_conv import cpu, reference, xla
 from pallas_kernels.checks import expect_floats, expect_static
-from pallas_kernels.platforms import (
-    Implementation,
-    compiled_on,
-    default_device,
-    pick,
-    takes_native,
-    traced_platform,
-)
+from pallas_kernels.platforms import Implementation, pick, takes_native
 from pallas_kernels.state_scan.call import expect_rows
 
 ACTIVATIONS = (None, "silu")
@@ -25,7 +18,6 @@ IMPLEMENTATIONS = {
     "reference": Implementation(reference.causal_conv),
     "xla": Implementation(xla.causal_conv),
     "cpu": Implementation(cpu.causal_conv, cpu.refuse),
-    "triton": Implementation(compiled_on("cuda", triton.causal_conv), triton.refuse),
 }
 
 
@@ -63,8 +55,7 @@ def causal_conv(
     activation:    None or "silu".
     implementation: None: the best one for the platform that the call is lowered for. "reference" is one token after the
                    other, "xla" all tokens at once, "cpu" a native kernel for CPU. A row's bits on CPU depend on its
-                   own tokens only, not on how they are divided into calls. "triton" is a kernel for NVIDIA, for
-                   rows of up to 32 tokens. On CPU it runs in interpret mode.
+                   own tokens only, not on how they are divided into calls.
 
     Sums are float32, and rounded once, to x's dtype. Raises ValueError, which names the argument, if shapes or dtypes
     do not fit, or if the implementation refuses the call.
@@ -78,12 +69,10 @@ def causal_conv(
     options: dict[str, Any] = {"max_query_len": most, "activation": activation}
     if implementation is not None:
         return pick(IMPLEMENTATIONS, implementation, x, states, most)(*call, **options)
-    by_xla, kernels = functools.partial(xla.causal_conv, **options), {}
-    if takes_native(cpu.refuse, x, states, most):
-        kernels = {"cpu": functools.partial(cpu.causal_conv, **options)}
-    elif traced_platform() == "gpu" and triton.refuse(default_device(), x, states, most) is None:
-        kernels = {"cuda": functools.partial(triton.causal_conv, **options)}
-    return lax.platform_dependent(*call, **kernels, default=by_xla) if kernels else by_xla(*call)
+    by_xla = functools.partial(xla.causal_conv, **options)
+    if not takes_native(cpu.refuse, x, states, most):
+        return by_xla(*call)
+    return lax.platform_dependent(*call, cpu=functools.partial(cpu.causal_conv, **options), default=by_xla)
 
 
 def _expect(x: Any, weight: Any, bias: Any, states: Any, max_query_len: Any, activation: str | None) -> int:
