@@ -27,7 +27,9 @@ def causal_conv(
     earlier = jnp.take(states, slots, axis=0, mode="clip")
     earlier = jnp.where((positions == 0)[:, None, None], 0, earlier)
     rounded = x.astype(states.dtype)
-    row_of = jnp.clip(jnp.searchsorted(ends, jnp.arange(tokens), side="right"), 0, slots.shape[0] - 1)
+    # the default method is a loop: 4 passes for 8 rows, with launches of their own on a GPU
+    row_of = jnp.searchsorted(ends, jnp.arange(tokens), side="right", method="compare_all")
+    row_of = jnp.clip(row_of, 0, slots.shape[0] - 1)
     offset = jnp.arange(tokens) - begins[row_of]
 
     def inputs(back: int) -> Array:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.platforms import refuse_tpu
 from pallas_kernels.state_scan.call import ScanCall
-from pallas_kernels.state_scan.chunk import CHUNK, FEW, compute_chunk, most_chunks
+from pallas_kernels.state_scan.chunk import CHUNK, FEW, Chunks, compute_chunk
 from pallas_kernels.state_scan.reference import l2_norm
 
 Ref = Any  # an array inside a kernel
@@ -230,16 +230,14 @@ def _chunks(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array
     (tokens, heads, v_dim), k_dim = call.v.shape, call.k.shape[2]
     begins, ends = call.query_start_loc[:-1], call.query_start_loc[1:]
     before = call.positions % CHUNK  # tokens of the first chunk that an earlier step computed
-    chunks = jnp.where(ends - begins > FEW, (before + ends - begins + CHUNK - 1) // CHUNK, 0)
-    last = jnp.cumsum(chunks)  # of each row's chunks, exclusive
-    chunk = jnp.arange(max(1, most_chunks(tokens, call.slots.shape[0])), dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(last, chunk, side="right"), call.slots.shape[0] - 1).astype(jnp.int32)
-    index = chunk - (last - chunks)[row]  # of the chunk in its row
+    chunks = Chunks.of(call, CHUNK)
+    row, index, count = chunks.row, chunks.index, chunks.count
+    chunk = jnp.arange(row.shape[0], dtype=jnp.int32)
     token = (begins - before)[row][:, None] + index[:, None] * CHUNK + jnp.arange(CHUNK)
-    inside = (token >= begins[row][:, None]) & (token < ends[row][:, None]) & (chunk < last[-1])[:, None]
+    inside = (token >= begins[row][:, None]) & (token < ends[row][:, None]) & (chunk < count)[:, None]
     token = jnp.clip(token, 0, tokens - 1)
     how = jnp.where(index > 0, CONTINUE, jnp.where(call.positions[row] == 0, ZEROS, LOAD))
-    how = jnp.where(last[-1] == 0, COPY, how).astype(jnp.int32)
+    how = jnp.where(count == 0, COPY, how).astype(jnp.int32)
 
     def gather(x: Array) -> Array:
         """Tokens of the chunks: [chunks, heads, CHUNK, ...]."""
@@ -254,7 +252,7 @@ def _chunks(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array
     skip = jnp.zeros(heads, jnp.float32) if call.skip is None else call.skip
     out, states = _launch(
         functools.partial(_chunk_kernel, scale=call.scale, is_delta=call.is_delta),
-        "state_chunks_tpu", (heads, jnp.maximum(last[-1], 1)), (call.slots[row], how),
+        "state_chunks_tpu", (heads, jnp.maximum(count, 1)), (call.slots[row], how),
         [
             (gather(call.q), key_spec), (gather(call.k), key_spec), (gather(call.v), spec(CHUNK, v_dim)),
             (numbers, spec(2, CHUNK)), (skip.reshape(-1, 1, 1), pl.BlockSpec((1, 1, 1), lambda head, *_: (head, 0, 0))),
@@ -264,7 +262,7 @@ def _chunks(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array
     )  # fmt: skip
     row = _row_of_token(call)
     place = before[row] + jnp.arange(tokens) - begins[row]  # of a token among those of its row's chunks
-    return out[jnp.clip((last - chunks)[row] + place // CHUNK, 0, chunk.shape[0] - 1), :, place % CHUNK], states
+    return out[jnp.clip(chunks.first[row] + place // CHUNK, 0, chunk.shape[0] - 1), :, place % CHUNK], states
 
 
 def _chunk_kernel(
@@ -281,9 +279,7 @@ def _chunk_kernel(
         if is_delta:
             q, k = l2_norm(q), l2_norm(k)
         decay, factor = (numbers_ref[0, 0, n : n + 1] for n in range(2))
-        out, (state,) = compute_chunk(
-            lambda: (q,), (k,), v, decay, factor, (state_ref[0, 0],), is_delta=is_delta, dot=_dot
-        )
+        out, state = compute_chunk(q, k, v, decay, factor, state_ref[0, 0], is_delta=is_delta, dot=_dot)
         state_ref[0, 0] = state
         out_ref[0, 0] = (scale * out + skip_ref[0] * v).astype(out_ref.dtype)
 
