@@ -218,7 +218,7 @@ def _chunks_kernel(
     begin, end, position = starts_ref[row], starts_ref[row + 1], positions_ref[row]
     k_dim, v_dim = states_ref.shape[2:]
     column = (pl.program_id(2) * columns + jnp.arange(columns))[:, None]
-    width = max(LEAST, rows // call.q.dtype.itemsize)
+    width = max(LEAST, rows // (2 if call.q.dtype == jnp.bfloat16 else 4))
     parts = [first + jnp.arange(width) for first in range(0, rows, width)]
     before = lax.rem(position, CHUNK)  # tokens of the first chunk that an earlier step computed
 

@@ -168,3 +168,19 @@ def test_decodes_and_chunks_of_kernels_for_accelerators(operation, implementatio
     shape = SCANS[operation]
     for seed, rows in enumerate((((1, 9), (100, 40), (0, 0), (40, 128), (1, 0), (5, 63)), ((160, 0),))):
         oracle.check(shape, oracle.make_case(shape, rows, seed=seed), implementation, factor=4)
+
+
+@pytest.mark.parametrize("operation", ["gated_delta", pytest.param("mamba2", marks=slow)])
+def test_bits_on_nvidia_do_not_depend_on_the_step_before_a_whole_chunk(operation):
+    """A prompt that is cut at a multiple of the chunk, next to another row or alone: the same bits."""
+    shape = SCANS[operation]
+    case = oracle.make_case(shape, ((37, 5), (100, 0)))
+    slots = np.asarray(case["slots"])
+    whole, states = oracle.run(shape, case, "triton")
+    own = case["states"]
+    for begin, end in ((0, 64), (64, 100)):
+        part = rows_of(case, (37 + begin, 37 + end), begin, np.roll(slots, -1))
+        out, after = oracle.run(shape, {**part, "states": own}, "triton")
+        assert out.tobytes() == whole[37 + begin : 37 + end].tobytes()
+        own = device_array(after, after.dtype)
+    assert after[slots[1]].tobytes() == states[slots[1]].tobytes()
