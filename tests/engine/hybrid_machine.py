@@ -99,6 +99,12 @@ class HostHybridMachine(HybridMachine):
     def transfer_costs(self, costs: TransferCosts | None, number: int) -> TransferCosts | None:
         return None
 
+    @rule(seed=st.integers(0, 2**32), count=st.integers(2, 4))
+    def take_turns_with_new_weights(self, seed: int, count: int) -> None:
+        self.engine.abort(sorted(self.asked.keys() - self.ended))
+        self.ended |= self.asked.keys()
+        self.take_turns(seed, count, "new weights")
+
 
 def _no_leaves() -> Iterator[int]:
     raise OSError("there are no weights")

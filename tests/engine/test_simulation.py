@@ -8,6 +8,7 @@ from tests.engine.adapter_machine import AdapterMachine
 from tests.engine.engine_machine import EngineMachine
 from tests.engine.hybrid_machine import (
     AdapterHybridMachine,
+    HostHybridMachine,
     HybridMachine,
     SpeculatingHybridMachine,
     WeightsHybridMachine,
@@ -58,6 +59,13 @@ class TestHybrid(HybridMachine.TestCase):
 @pytest.mark.slow
 class TestHybridLonger(HybridMachine.TestCase):
     settings = settings(max_examples=150, stateful_step_count=40)
+
+
+@pytest.mark.slow
+class TestHostHybridLonger(HostHybridMachine.TestCase):
+    """With recurrent layers whose snapshots go to the host tier and return."""
+
+    settings = settings(max_examples=30, stateful_step_count=30)
 
 
 class TestSpeculatingHybrid(SpeculatingHybridMachine.TestCase):
