@@ -28,9 +28,11 @@ from jpaged.models import altup
 from jpaged.models import rope as rotary
 from jpaged.models.adapters import (
     EMBED,
+    LAYER_EMBED_IN,
     LM_HEAD,
     adapter_targets,
     layer_adapters,
+    whole_adapters,
     with_embedding_adapters,
     with_lm_head_adapters,
 )
@@ -176,23 +178,21 @@ def decode(
     adapter_slots: slot of each token's adapter in the pools `params["adapters"]`. None: there are no adapters.
     token_types: rows of the token-type embedding. None: the model has none.
     """
-    pools, targets = params.get("adapters", {}), ()
-    if adapter_slots is not None:
-        targets = adapter_targets(spec, layout)
-    x = hidden
+    pools = params.get("adapters", {})
+    targets = () if adapter_slots is None else adapter_targets(spec, layout)
+    x, whole = hidden, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
     if x is None:
-        context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
-        x = _embed(context, token_ids, positions, adapter_slots, token_types=token_types)
+        x = _embed(whole, token_ids, positions, adapter_slots, token_types=token_types)
     layers = range(first_layer, first_layer + len(params["layers"]))
     # by rope and head size, which may differ between layers
     ropes = {(rope, spec.kv_of(i).head_dim): i for i in layers if (rope := spec.layer_rope(i)) is not None}
     angles = {key: rope_angles(spec.of_layer(i), key[0], positions, rope_lens) for key, i in ropes.items()}
     layer_inputs = None
     if spec.layer_embed is not None:
-        context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
-        layer_inputs = embed_for_layers(spec.layer_embed, x, token_ids, context)
+        adapters = whole_adapters(LAYER_EMBED_IN, pools, adapter_slots)
+        layer_inputs = embed_for_layers(spec.layer_embed, x, token_ids, dataclasses.replace(whole, adapters=adapters))
     if spec.altup is not None:
-        x = altup.spread(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
+        x = altup.spread(spec.altup, x, whole)
     factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
         metadata = (metadata,)
@@ -246,7 +246,7 @@ def decode(
         if choice is not None:
             choices.append(choice)
     if spec.altup is not None:
-        x = altup.merge(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
+        x = altup.merge(spec.altup, x, whole)
     if layers.stop == spec.num_layers and layers.stop in capture:
         captured.append(x)
     return x, tuple(new_pages), tuple(choices), *captured

@@ -12,18 +12,23 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVPlace, group_layers
 from jpaged.loading import load_model
 from jpaged.models.spec import param_shapes
 from jpaged.quantizing.checkpoint import quantize_checkpoint
+from jpaged.runtime.drafting.draft_state import DraftSizes, draft_block_bytes, draft_state_shapes
 from jpaged.runtime.kv_format import KVFormat
 from jpaged.runtime.memory.plan import NOT_WITH_UNLIKE_LAYERS, block_bytes, decide_limits
 from jpaged.runtime.step.batch import KVGroupRows, rows_by_part
+from jpaged.speculation_config import SpeculationConfig
 from pallas_kernels import KVPages
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.tiny_engine import (
     BLOCK_SIZE,
+    HOST_SLOTS,
     MAX_MODEL_LEN,
     UNLIKE,
     VOCAB_SIZE,
@@ -35,6 +40,11 @@ from tests.support.tiny_engine import (
 )
 
 pytestmark = pytest.mark.codegen
+
+SMALL = {
+    "row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "float32",
+    "max_model_len": 160, "skip_tokenizer_init": True,
+}  # fmt: skip
 
 
 def greedy(max_tokens, **more):
@@ -100,7 +110,63 @@ def test_parts_of_a_page_are_disjoint():
         KVPages(data).in_shape(2, 24)
 
 
-VALUES = {"deterministic": True, "enable_lora": True, "kv_handover": True, "speculative_config": {"method": "ngram"}}
+def test_pages_of_a_draft_model_have_the_sizes_of_its_layers():
+    """The last two layers read the KV of others: they have a page that is not used."""
+    state = draft_state_shapes(UNLIKE, DraftSizes(9, BLOCK_SIZE, 4, is_head=False), dtype=np.dtype(np.float32))
+    shapes = [data.shape for data, _ in state.page_arrays]
+    narrow, wide = (9, 2, 2, BLOCK_SIZE, 16), (9, 2, 2, BLOCK_SIZE, 32)
+    assert shapes == [narrow, wide, narrow, narrow, (1, *narrow[1:]), (1, *wide[1:])]
+    block = draft_block_bytes(UNLIKE, BLOCK_SIZE, KVFormat(np.dtype(np.float32)))
+    assert block == 2 * 2 * BLOCK_SIZE * (3 * 16 + 32) * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "draft"), [("gemma4", "gemma4"), ("gemma3n", "gemma3n"), ("gemma4-moe", "gemma4"), ("llama", "gemma4")]
+)
+def test_drafts_of_a_model_with_unlike_layers_change_no_bit(name, draft, tmp_path):
+    """A model that drafts for itself is always right, so its drafts have the model's own keys and values."""
+    for each in {name, draft}:
+        write_checkpoint(BY_NAME[each], 3, tmp_path / each)
+    prompts = [{"prompt_token_ids": list(range(*ends))} for ends in ((3, 60), (70, 95))]
+
+    def answers(llm):
+        outputs = llm.generate(prompts, greedy(24), use_tqdm=False)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    with LLM(str(tmp_path / name), **SMALL) as llm:
+        plain = answers(llm)
+    drafts = {"method": "draft_model", "model": str(tmp_path / draft), "num_speculative_tokens": 4}
+    with always_drafting(), LLM(str(tmp_path / name), speculative_config=drafts, **SMALL) as llm:
+        llm.wait_until_ready()
+        assert [answers(llm), answers(llm)] == [plain, plain]  # the second time from the prefix cache
+        stats = llm.stats().speculation
+    assert stats.draft_tokens > 30
+    assert (stats.accepted_tokens == stats.draft_tokens) == (name == draft)
+
+
+@pytest.mark.slow
+def test_drafts_with_preemption_and_the_host_tier():
+    """Windows free blocks while drafts are rejected, and a preempted request returns to its last accepted token."""
+    fields = {"method": "custom", "num_speculative_tokens": 5}
+    runner = make_runner(UNLIKE, speculative_config=SpeculationConfig.from_fields(fields | {"function": len}))
+    rng = np.random.default_rng(1)
+    requests = [(rng.integers(0, VOCAB_SIZE, n).tolist(), greedy(40)) for n in (7, 16, 25, 33, 40)]
+    requests.append((requests[0][0], greedy(25, temperature=0.9, seed=1, n=3)))
+    plain = run(make_engine(runner), requests)
+    known = [[*each.prompt_token_ids, *answer.token_ids] for each in plain.values() for answer in each.outputs]
+    for options in ({}, {"host_slots": HOST_SLOTS, "costs": TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)}):
+        with always_drafting():
+            engine = make_engine(runner, drafts=fields | {"function": Recorded(known)}, num_blocks=40, **options)
+        for _ in range(2):
+            found = run(engine, requests)
+            assert [bits(found[name]) for name in plain] == [bits(output) for output in plain.values()]
+        check_drafts(engine.stats().speculation)
+        assert engine.stats().preemptions > 0
+    runner.close()
+
+
+VALUES = {"deterministic": True, "kv_handover": True}
 
 
 @pytest.mark.parametrize("name", NOT_WITH_UNLIKE_LAYERS)
@@ -138,9 +204,8 @@ def test_quantised_weights_and_updates(tmp_path):
     for seed in (3, 4):
         write_checkpoint(variant, seed, tmp_path / str(seed))
     prompt, params = {"prompt_token_ids": list(range(3, 60))}, greedy(8)
-    options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
     for folder in ("3", "4"):
-        with LLM(str(tmp_path / folder), dtype="float32", max_model_len=128, **options) as llm:
+        with LLM(str(tmp_path / folder), **SMALL) as llm:
             output = llm.generate(prompt, params)[0].outputs[0]
             answers.append(output.token_ids)
             if folder == "3":
@@ -150,7 +215,7 @@ def test_quantised_weights_and_updates(tmp_path):
                 with pytest.raises(ModelLoadError, match="whose layers have unlike keys and values is not read yet"):
                     llm.update_weights({"embed": jnp.zeros((2, 2)), "layers": ()})
     assert answers[0] != answers[1] == updated
-    with LLM(str(tmp_path / "3"), dtype="float32", quantization="int8", max_model_len=128, **options) as llm:
+    with LLM(str(tmp_path / "3"), quantization="int8", **SMALL) as llm:
         rounded = llm.generate(prompt, params)[0].outputs[0]
     token = answers[0][0]
     assert rounded.token_ids[0] == token

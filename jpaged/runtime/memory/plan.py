@@ -429,7 +429,7 @@ def refuse_with_unlike_layers(spec: DecoderSpec, config: EngineConfig, platform:
 # Options that split, adapt or hand over arrays of layers as if all layers had the same
 NOT_WITH_UNLIKE_LAYERS = (
     "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
-    "speculative_config", "enable_lora", "prefill_engines", "kv_handover",
+    "prefill_engines", "kv_handover",
 )  # fmt: skip
 
 
