@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jpaged.models.adapters import has_adapters
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.quantization import is_quantized
+from jpaged.models.sharding import TENSOR, WHOLE, Shards
 from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
 from pallas_kernels import activate, add_norm, gated_dot, rms_norm, rms_norm_rows, silu_and_mul
 
@@ -132,18 +133,25 @@ def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Flo
     if bias is not None:
         gated, up = add(gated, bias[0]), add(up, bias[1])
     if any(spec.activation_sparsity):
-        gated = largest_gates(gated, spec.activation_sparsity[0])
+        gated = largest_gates(gated, spec.activation_sparsity[0], context.shards)
     return linear_with_bias("down", gate(spec, gated, up), context)
 
 
-def largest_gates(gated: Float[Array, "tokens inter"], share: float) -> Float[Array, "tokens inter"]:
+def largest_gates(
+    gated: Float[Array, "tokens inter"], share: float, shards: Shards = WHOLE
+) -> Float[Array, "tokens inter"]:
     """Each token's gates above the quantile `share` of a normal distribution with their mean and deviation, less it.
 
-    The others become 0 (Gemma 3n).
+    The others become 0 (Gemma 3n). Mean and deviation are of the gates of all devices.
     """
     x = gated.astype(jnp.float32)
-    mean = jnp.mean(x, -1, keepdims=True)
-    deviation = jnp.sqrt(jnp.mean(jnp.square(x - mean), -1, keepdims=True))
+
+    def mean_of(x: Array) -> Array:
+        own = jnp.mean(x, -1, keepdims=True)
+        return lax.pmean(own, TENSOR) if shards.count > 1 else own
+
+    mean = mean_of(x)
+    deviation = jnp.sqrt(mean_of(jnp.square(x - mean)))
     return jax.nn.relu(x - mean - deviation * NormalDist().inv_cdf(share)).astype(gated.dtype)
 
 

@@ -132,7 +132,7 @@ class AdapterOptions:
         self, target: AdapterTarget, a: np.ndarray, b: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """A and B of a matrix with the sizes of `split_spec`, padded as `pad_leaf` pads the matrix."""
-        pad = functools.partial(pad_leaf, target.leaf, spec=self.stored, shards=self.shards)
+        pad = functools.partial(pad_leaf, target.leaf, spec=self.stored.of_layer(target.layers[0]), shards=self.shards)
         if _split_axis(target, self.shards, self.spec) == len(target.out_shape):  # inputs; it has one part
             padded = [[pad(of_expert[0])[None] for of_expert in of_layer] for of_layer in a]
             return np.array(padded), b

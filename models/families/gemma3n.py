@@ -37,9 +37,8 @@ def _by_layer(config: CheckpointConfig, name: str, layers: int, default: list[fl
 
 
 def _gemma3n(config: CheckpointConfig) -> DecoderSpec:
-    for name in ("quantization_config", "use_bidirectional_attention"):
+    for name in ("use_bidirectional_attention", "attention_bias"):
         config.refuse(name, False)
-    config.refuse("attention_bias", False)
     config = config.with_defaults(
         num_key_value_heads=2, sliding_window=512, max_position_embeddings=32_768, final_logit_softcapping=30.0,
         hidden_activation="gelu_pytorch_tanh",

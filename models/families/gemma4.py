@@ -109,7 +109,6 @@ def _experts(config: CheckpointConfig, layers: int) -> Experts | None:
 
 
 def _gemma4(config: CheckpointConfig) -> DecoderSpec:
-    config.refuse("quantization_config")
     config.refuse("attention_bias", False)
     config.refuse("use_bidirectional_attention", "vision")  # between tokens of an image
     config = config.with_defaults(

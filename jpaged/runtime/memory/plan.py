@@ -426,10 +426,9 @@ def refuse_with_unlike_layers(spec: DecoderSpec, config: EngineConfig, platform:
             )
 
 
-# Options that split, adapt or hand over arrays of layers as if all layers had the same
+# Options that split the layers or hand over their pages as if all layers had the same
 NOT_WITH_UNLIKE_LAYERS = (
-    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
-    "prefill_engines", "kv_handover",
+    "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "prefill_engines", "kv_handover",
 )  # fmt: skip
 
 

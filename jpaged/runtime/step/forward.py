@@ -108,13 +108,14 @@ class PagedAttend:
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
         """`__call__` for a model whose layers have unlike KV. The layer may read the pages of an earlier layer."""
         assert options.kv_heads is not None
+        heads = options.kv_heads // self.shards.count  # of this device
         if projection.has_keys:
             q, k, v = projection.finish()
-            own = pages.in_shape(options.kv_heads, q.shape[2])
+            own = pages.in_shape(heads, q.shape[2])
             own = write_kv(own, k, v, metadata.slots, implementation=matching_write(self.implementation))
         else:
             q = projection.finish_queries()
-            own = pages.in_shape(options.kv_heads, q.shape[2])
+            own = pages.in_shape(heads, q.shape[2])
         out = paged_attention(
             q, own, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, scale=options.scale,
             max_query_len=self.max_query_len, sliding_window=options.window, implementation=self.implementation,
