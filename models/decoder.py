@@ -41,7 +41,7 @@ from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
 from jpaged.models.indexer import ChosenPages, IndexQueries, chosen_in_sequences
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layer_embedding import embed_for_layers, gated_layer_input
-from jpaged.models.layers import feed_forward, normalise, normalise_split, scaled, softcap
+from jpaged.models.layers import feed_forward, normalise, normalise_heads, normalise_split, scaled, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
 from jpaged.models.recurrent import State, mix_by_state
 from jpaged.models.sharding import WHOLE, Shards
@@ -95,11 +95,9 @@ class Projection:
         return not isinstance(self.product, tuple) or self.product[1] is not None
 
     def finish_queries(self) -> Array:
-        """q [tokens, heads, head_dim] of a layer without keys, after norm and rope."""
+        """q [tokens, heads, head_dim] of a layer without keys, after rope. Its norm is applied."""
         q = self.product[0]
-        return norm_and_rope(
-            q, q, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.q_norm, norm_eps=self.norm_eps
-        )[0]
+        return norm_and_rope(q, q, cos=self.cos, sin=self.sin, q_norm=None, k_norm=None, norm_eps=self.norm_eps)[0]
 
     def finish(self) -> tuple[Array, Array, Array | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], after bias, norms and rope."""
@@ -618,7 +616,7 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
 
 
 def _project_unlike(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
-    """`_project` of a model with `layer_kv`. The norm of the values is applied."""
+    """`_project` of a model with `layer_kv`. All norms are applied."""
     spec, params, kv = context.spec, context.params, context.spec.kv_of(0)
 
     def heads(name: str) -> Array:
@@ -626,15 +624,14 @@ def _project_unlike(x: Float[Array, "tokens hidden"], context: LayerContext) -> 
 
     if "qkv" in params:
         q, k, v = Projection(*_qkv(x, context), None, None, None, None, spec.norm_eps).finish()
-    elif kv.source is None:
-        q, k, v = heads("q"), heads("k"), None
     else:
-        q_alone = (heads("q"), None, None)
-        return Projection(q_alone, None, params["q_norm"], None, context.cos, context.sin, spec.norm_eps)
-    v = k if v is None else v
-    if spec.v_norm:
-        v = rms_norm(v, jnp.ones(spec.head_dim, v.dtype), spec.norm_eps)
-    return Projection((q, k, v), None, params["q_norm"], params["k_norm"], context.cos, context.sin, spec.norm_eps)
+        q, k = heads("q"), heads("k") if kv.source is None else None
+        v = k
+    q = normalise_heads(q, params["q_norm"], context)
+    if k is not None:
+        v = normalise_heads(v, None, context) if spec.v_norm else v
+        k = normalise_heads(k, params["k_norm"], context)
+    return Projection((q, k, v), None, None, None, context.cos, context.sin, spec.norm_eps)
 
 
 def _grown(
