@@ -16,14 +16,18 @@ from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVPlace, group_layers
 from jpaged.loading import load_model
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
+from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import param_shapes
 from jpaged.quantizing.checkpoint import quantize_checkpoint
 from jpaged.runtime.drafting.draft_state import DraftSizes, draft_block_bytes, draft_state_shapes
-from jpaged.runtime.kv_format import KVFormat
+from jpaged.runtime.kv_format import FP8, KVFormat
 from jpaged.runtime.memory.plan import NOT_WITH_UNLIKE_LAYERS, block_bytes, decide_limits
 from jpaged.runtime.step.batch import KVGroupRows, rows_by_part
+from jpaged.runtime.step.forward import pages_of_layer
 from jpaged.speculation_config import SpeculationConfig
 from pallas_kernels import KVPages
+from pallas_kernels.kv_pages import int8_scale, to_fp8, to_int8
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.tiny_engine import (
@@ -166,7 +170,64 @@ def test_drafts_with_preemption_and_the_host_tier():
     runner.close()
 
 
-VALUES = {"deterministic": True, "kv_handover": True}
+def rounded_attend(kind):
+    """Dense attention to keys and values that are rounded as pages of this kind round them."""
+
+    def rounded(x):
+        if kind == "fp8_e4m3":
+            return to_fp8(x, jnp.float32(1)).astype(jnp.float32)
+        scale = int8_scale(jnp.abs(x).max(-1, keepdims=True))
+        return to_int8(x, scale).astype(jnp.float32) * scale.astype(jnp.float32)
+
+    def attend(projection, pages, metadata, options, sinks):
+        if projection.has_keys:
+            q, k, v = projection.finish()
+            finished = dict.fromkeys(("bias", "q_norm", "k_norm", "cos", "sin"))
+            projection = dataclasses.replace(projection, product=(q, rounded(k), rounded(v)), **finished)
+        return dense_causal_attend(projection, pages, metadata, options, sinks)
+
+    return attend
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma4", "fp8_e4m3"), ("gemma4-moe", "fp8_e4m3"), ("gemma3n", "int8")]
+)
+def test_8_bit_pages_against_dense_attention(name, kind, tmp_path):
+    """A number at the middle between two codes may be rounded the other way: 4.4e-4 at one token of `gemma4-moe`."""
+    write_checkpoint(BY_NAME[name], 3, tmp_path)
+    model = load_model(EngineConfig(model=str(tmp_path), dtype="float32"))
+    ids = jnp.arange(3, 60)
+    hidden, *_ = decode(
+        model.spec, model.params, ids, jnp.arange(len(ids)), [None] * model.spec.num_layers, ids[None],
+        rounded_attend(kind),
+    )  # fmt: skip
+    rows = np.asarray(jax.nn.log_softmax(lm_head(model.spec, model.params, hidden)))
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for kv_cache_dtype in ("auto", kind):
+        with LLM(str(tmp_path), kv_cache_dtype=kv_cache_dtype, **SMALL) as llm:
+            output = llm.generate({"prompt_token_ids": ids.tolist()}, params, use_tqdm=False)[0]
+        found.append([next(iter(step.values())).logprob for step in output.prompt_logprobs[1:]])
+    of_tokens = rows[np.arange(len(ids) - 1), ids[1:]]
+    differences = np.abs(np.array(found) - of_tokens)
+    assert np.median(differences[1]) < 2e-5
+    assert differences[1].max() < 2e-3
+    assert differences[0].max() > 0.1  # pages in the type of the weights
+
+
+def test_parts_of_an_fp8_page_have_its_scale():
+    pages = KVPages.create(2, 8, 2, 32, FP8, fp8_scales=np.full((2, 2), 0.5, np.float32))
+    assert pages_of_layer(pages, 2, 32) is pages
+    view = pages_of_layer(pages, 4, 8)
+    assert (view.num_blocks, view.scales.shape) == (4, (2, 4))
+    keys = jnp.linspace(-9, 9, 32, dtype=jnp.float32).reshape(1, 4, 8)
+    read, values = view.scatter(keys, -keys, jnp.array([19])).gather(jnp.array([[2]]), jnp.float32)
+    np.testing.assert_array_equal(read[0, :, 3], to_fp8(keys[0], jnp.float32(0.5)).astype(jnp.float32) * 0.5)
+    np.testing.assert_array_equal(values, -read)
+
+
+VALUES = {"kv_handover": True}
 
 
 @pytest.mark.parametrize("name", NOT_WITH_UNLIKE_LAYERS)
@@ -176,11 +237,14 @@ def test_options_that_do_not_work_are_refused(name):
         decide_limits(UNLIKE, config, "cpu")
 
 
-def test_tpus_and_8_bit_pages_are_refused():
+def test_tpus_and_8_bit_pages_with_other_scales_are_refused():
     with pytest.raises(ModelLoadError, match="KV heads of unlike sizes, which share no pages on TPU yet"):
         decide_limits(UNLIKE, EngineConfig(model=""), "tpu")
-    with pytest.raises(ModelLoadError, match="kv_cache_dtype='int8': the model's layers have unlike keys and values"):
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype='int8': .*heads of unlike sizes.*use kv_cache_dtype='fp8"):
         KVFormat.choose(UNLIKE, "int8", np.dtype(np.float32), None)
+    scales = KVScales(np.ones((6, 2), np.float32), np.ones((6, 2), np.float32))
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype='fp8_e4m3': the checkpoint has scales"):
+        KVFormat.choose(UNLIKE, "fp8_e4m3", np.dtype(np.float32), jax.devices()[0], scales)
 
 
 def test_a_layer_has_no_leaves_that_it_does_not_use():

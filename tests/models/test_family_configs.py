@@ -303,7 +303,7 @@ def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [("laguna", "heads_by_layer"), ("phimoe", "lm_head_bias"), ("gemma4-unified", "layer_kv")]
+    ("name", "field"), [("laguna", "heads_by_layer"), ("phimoe", "lm_head_bias")]
 )
 def test_models_that_cannot_be_split_over_devices(name: str, field: str) -> None:
     with pytest.raises(ModelLoadError, match=f"the model has {field}=.*cannot be split over devices yet"):
