@@ -625,10 +625,10 @@ def _project_unlike(x: Float[Array, "tokens hidden"], context: LayerContext) -> 
     if "qkv" in params:
         q, k, v = Projection(*_qkv(x, context), None, None, None, None, spec.norm_eps).finish()
     else:
-        q, k = heads("q"), heads("k") if kv.source is None else None
-        v = k
+        q, k, v = heads("q"), heads("k") if kv.source is None else None, None
     q = normalise_heads(q, params["q_norm"], context)
     if k is not None:
+        v = k if v is None else v
         v = normalise_heads(v, None, context) if spec.v_norm else v
         k = normalise_heads(k, params["k_norm"], context)
     return Projection((q, k, v), None, None, None, context.cos, context.sin, spec.norm_eps)

@@ -159,7 +159,8 @@ def test_drafts_with_preemption_and_the_host_tier():
     requests.append((requests[0][0], greedy(25, temperature=0.9, seed=1, n=3)))
     plain = run(make_engine(runner), requests)
     known = [[*each.prompt_token_ids, *answer.token_ids] for each in plain.values() for answer in each.outputs]
-    for options in ({}, {"host_slots": HOST_SLOTS, "costs": TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)}):
+    costs = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
+    for options in ({}, {"host_slots": HOST_SLOTS, "costs": costs}):
         with always_drafting():
             engine = make_engine(runner, drafts=fields | {"function": Recorded(known)}, num_blocks=40, **options)
         for _ in range(2):
@@ -213,7 +214,7 @@ def test_8_bit_pages_against_dense_attention(name, kind, tmp_path):
     differences = np.abs(np.array(found) - of_tokens)
     assert np.median(differences[1]) < 2e-5
     assert differences[1].max() < 2e-3
-    assert differences[0].max() > 0.1  # pages in the type of the weights
+    assert differences[0].max() > 0.03  # pages in the type of the weights
 
 
 def test_parts_of_an_fp8_page_have_its_scale():
@@ -240,7 +241,7 @@ def test_options_that_do_not_work_are_refused(name):
 def test_tpus_and_8_bit_pages_with_other_scales_are_refused():
     with pytest.raises(ModelLoadError, match="KV heads of unlike sizes, which share no pages on TPU yet"):
         decide_limits(UNLIKE, EngineConfig(model=""), "tpu")
-    with pytest.raises(ModelLoadError, match="kv_cache_dtype='int8': .*heads of unlike sizes.*use kv_cache_dtype='fp8"):
+    with pytest.raises(ModelLoadError, match=r"'int8': .*heads of unlike sizes.*use kv_cache_dtype='fp8"):
         KVFormat.choose(UNLIKE, "int8", np.dtype(np.float32), None)
     scales = KVScales(np.ones((6, 2), np.float32), np.ones((6, 2), np.float32))
     with pytest.raises(ModelLoadError, match="kv_cache_dtype='fp8_e4m3': the checkpoint has scales"):

@@ -105,7 +105,8 @@ def test_each_part_is_where_the_weight_of_its_module_is(name: str, tmp_path: Pat
     shapes["lm_head"] = shapes["embed"]
     targets = [target for target in adapter_targets(one.spec) if target.name in adapter.matrices]
     expected = {
-        (t.leaf, layer): np.zeros((shapes["layers"][layer] | shapes)[t.leaf].shape) for t in targets for layer in t.layers
+        (t.leaf, layer): np.zeros((shapes["layers"][layer] | shapes)[t.leaf].shape)
+        for t in targets for layer in t.layers
     }  # fmt: skip
     used = 0
     for leaf in family_of(one.config).tensors(shapes):
@@ -123,7 +124,8 @@ def test_each_part_is_where_the_weight_of_its_module_is(name: str, tmp_path: Pat
                         scale = 4 / rank if path.endswith("1.self_attn.k_proj") else scale
                     tensor.rule.store(scale * (product.T if turned else product), leaf.block(host, tensor))
                     used += 2
-    experts = [n for n in tensors if re.search(r"\.experts\.(base_layer|lora)", n)]  # one module for all experts: see the test below
+    # one module for all experts: see the test below
+    experts = [n for n in tensors if re.search(r"\.experts\.(base_layer|lora)", n)]
     copies = [n for n in tensors if n.endswith("base_layer.weight")]
     assert used + len(experts) + len(copies) == len(tensors)
     assert adapter.num_tensors == used + len(experts)
