@@ -10,7 +10,7 @@ DeltaNet, delta_qkvz has qkv and z, and delta_ba has b and a.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,12 +25,13 @@ from pallas_kernels import grouped_lora, lora_dot, lora_expand
 Pattern = tuple[tuple[int, int], ...]
 
 NO_ADAPTER = -1  # slot of a token that uses the base model alone
-LM_HEAD, EMBED = "lm_head", "embed"
+LM_HEAD, EMBED, LAYER_EMBED_IN = "lm_head", "embed", "layer_embed_in"
+OF_NO_LAYER = (LM_HEAD, EMBED, LAYER_EMBED_IN)
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterTarget:
-    """A matrix of the decoder that adapters may change, with its size in all layers that have it."""
+    """A matrix of the decoder that adapters may change, in all layers that have it with the same size."""
 
     leaf: str                   # name in `spec.param_shapes`
     layers: tuple[int, ...]     # layers that have it, in order; (0,) if it belongs to no layer
@@ -39,6 +40,12 @@ class AdapterTarget:
     # without a gate), [out], or those of `GatedDelta.leaves`
     out_shape: tuple[int, ...]
     experts: int = 1            # matrices per layer
+    kind: int = 0               # number of this size, if the matrix has unlike sizes in the layers
+
+    @property
+    def name(self) -> str:
+        """Name of its pool: of the leaf, with a number if layers have unlike sizes."""
+        return f"{self.leaf}.{self.kind}" if self.kind else self.leaf
 
     @property
     def outputs(self) -> int:
@@ -77,7 +84,7 @@ class AdapterMatrix:
 class Adapter:
     """An adapter in host memory, ready to be copied into a slot."""
 
-    matrices: Mapping[str, AdapterMatrix]  # by leaf
+    matrices: Mapping[str, AdapterMatrix]  # by `AdapterTarget.name`
     num_tensors: int                       # tensors that were read
 
     @property
@@ -110,59 +117,81 @@ def pattern(leaf: str, out_shape: tuple[int, ...]) -> Pattern:
 
 def adapter_targets(spec: DecoderSpec, layout: WeightLayout = WeightLayout()) -> tuple[AdapterTarget, ...]:
     """The matrices of a model that adapters may change: of attention, of recurrent layers, of feed-forward networks and
-    experts, the embedding, the lm_head.
+    experts, of per-layer embeddings and LAuReL, the embedding, the lm_head.
 
     The projections of latent attention are not among them: they are read in several ways. Neither are projections of
-    layers with unlike numbers of heads.
+    layers with unlike numbers of query heads.
     """
-    hidden, head_dim, every = spec.hidden_size, spec.head_dim, tuple(range(spec.num_layers))
-    embed = spec.embed_size or hidden
+    hidden, every = spec.hidden_size, tuple(range(spec.num_layers))
+    of_layer = [spec.of_layer(layer) for layer in every]
     found: list[AdapterTarget] = []
 
-    def add(leaf: str, layers: tuple[int, ...], inputs: int, *out_shape: int, experts: int = 1) -> None:
-        if layers:
-            found.append(AdapterTarget(leaf, layers, inputs, out_shape, experts))
+    def add(leaf: str, layers: Iterable[int], size: Callable[[DecoderSpec], tuple[int, ...]], experts: int = 1) -> None:
+        """One target for each size. size: inputs, then the axes of the outputs, by the spec of the layer."""
+        by_size: dict[tuple[int, ...], list[int]] = {}
+        for layer in layers:
+            by_size.setdefault(size(of_layer[layer]), []).append(layer)
+        for kind, ((inputs, *out_shape), members) in enumerate(by_size.items()):
+            found.append(AdapterTarget(leaf, tuple(members), inputs, tuple(out_shape), experts, kind))
 
-    heads, kv_heads = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
-    attends = tuple(layer for layer in every if not spec.attends or spec.attends[layer])
     if spec.latent is None and not spec.heads_by_layer:
-        if layout.split_qkv:
-            for name, outputs in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                add(name, attends, hidden, outputs)
-        else:
-            add("qkv", attends, hidden, spec.num_kv_heads, spec.qkv_heads, head_dim)
-        add("o", attends, heads, hidden)
+        _add_attention(spec, layout, add)
     if spec.recurrence is not None:
         layers = tuple(layer for layer in every if spec.recurrent[layer])
         for leaf, (inputs, outputs) in spec.recurrence.matrices(hidden).items():
-            add(leaf, layers, inputs, *outputs)
+            add(leaf, layers, lambda s, inputs=inputs, outputs=outputs: (inputs, *outputs))
     sparse = tuple(layer for layer in every if spec.is_sparse(layer))
+    beside_dense = spec.experts is not None and spec.experts.beside_dense
     networks = tuple(layer for layer in every if not spec.lone_feed_forward or spec.lone_feed_forward[layer])
-    dense = tuple(layer for layer in networks if layer not in sparse)
-    inter = spec.intermediate_size
+    dense = tuple(layer for layer in networks if layer not in sparse or beside_dense)
     if not spec.gated:
-        add("up", dense, hidden, inter)
+        add("up", dense, lambda s: (hidden, s.intermediate_size))
     elif layout.split_gate_up:
-        add("gate", dense, hidden, inter)
-        add("up", dense, hidden, inter)
+        add("gate", dense, lambda s: (hidden, s.intermediate_size))
+        add("up", dense, lambda s: (hidden, s.intermediate_size))
     else:
-        add("gate_up", dense, hidden, 2, inter)
-    add("down", dense, inter, hidden)
+        add("gate_up", dense, lambda s: (hidden, 2, s.intermediate_size))
+    add("down", dense, lambda s: (s.intermediate_size, hidden))
     if spec.experts is not None:
         e = spec.experts
         parts, inner = 1 + spec.gated, e.latent_size or hidden
-        add("expert_gate_up", sparse, inner, parts, e.intermediate_size, experts=e.num)
-        add("expert_down", sparse, e.intermediate_size, inner, experts=e.num)
+        add("expert_gate_up", sparse, lambda s: (inner, parts, e.intermediate_size), e.num)
+        add("expert_down", sparse, lambda s: (e.intermediate_size, inner), e.num)
         if e.latent_size is not None:
-            add("latent_in", sparse, hidden, inner)
-            add("latent_out", sparse, inner, hidden)
+            add("latent_in", sparse, lambda s: (hidden, inner))
+            add("latent_out", sparse, lambda s: (inner, hidden))
         if e.shared_size:
-            add("shared_gate_up", sparse, hidden, parts, e.shared_size)
-            add("shared_down", sparse, e.shared_size, hidden)
-    add(EMBED, (0,), spec.vocab_size, embed)
+            add("shared_gate_up", sparse, lambda s: (hidden, parts, e.shared_size))
+            add("shared_down", sparse, lambda s: (e.shared_size, hidden))
+    if (rank := spec.laurel_rank) > 0:
+        add("laurel_left", every, lambda s: (hidden, rank))
+        add("laurel_right", every, lambda s: (rank, hidden))
+    if spec.layer_embed is not None:
+        width = spec.layer_embed.size
+        add("layer_in", every, lambda s: (hidden, width))
+        add("layer_out", every, lambda s: (width, hidden))
+        add(LAYER_EMBED_IN, (0,), lambda s: (hidden, spec.num_layers * width))
+    embed = spec.embed_size or hidden
+    add(EMBED, (0,), lambda s: (spec.vocab_size, embed))
     if not spec.pools:
-        add(LM_HEAD, (0,), embed, spec.vocab_size)
+        add(LM_HEAD, (0,), lambda s: (embed, spec.vocab_size))
     return tuple(found)
+
+
+def _add_attention(spec: DecoderSpec, layout: WeightLayout, add: Callable[..., None]) -> None:
+    """The projections of all layers with attention. add: of `adapter_targets`."""
+    hidden = spec.hidden_size
+    attends = [layer for layer in range(spec.num_layers) if not spec.attends or spec.attends[layer]]
+    kv = {layer: spec.kv_of(layer) for layer in attends}
+    with_keys = [layer for layer in attends if kv[layer].source is None]
+    fused = [layer for layer in with_keys if not (layout.split_qkv or kv[layer].values_are_keys)]
+    add("qkv", fused, lambda s: (hidden, s.num_kv_heads, s.qkv_heads, s.head_dim))
+    add("q", (layer for layer in attends if layer not in fused), lambda s: (hidden, s.num_heads * s.head_dim))
+    split = [layer for layer in with_keys if layer not in fused]
+    add("k", split, lambda s: (hidden, s.num_kv_heads * s.head_dim))
+    has_values = (layer for layer in split if not kv[layer].values_are_keys)
+    add("v", has_values, lambda s: (hidden, s.num_kv_heads * s.head_dim))
+    add("o", attends, lambda s: (s.num_heads * s.head_dim, hidden))
 
 
 # -- on the device ------------------------------------------------------------------------------------------------
@@ -186,7 +215,7 @@ class AdapterPool:
         return self.a, self.b.reshape(*self.b.shape[:3], -1), self.ranks, self.scales
 
 
-Pools = Mapping[str, AdapterPool]  # by leaf
+Pools = Mapping[str, AdapterPool]  # by `AdapterTarget.name`; of one layer: by leaf
 
 
 @jax.tree_util.register_dataclass
@@ -213,16 +242,21 @@ def pool_shapes(targets: tuple[AdapterTarget, ...], *, slots: int, rank: int, dt
             ranks=array(np.int32, *lead, target.num_parts), scales=array(np.float32, *lead, target.num_parts),
         )  # fmt: skip
 
-    return {target.leaf: pool(target) for target in targets}
+    return {target.name: pool(target) for target in targets}
 
 
 def layer_adapters(
     pools: Pools, targets: tuple[AdapterTarget, ...], slots: Int[Array, " tokens"], layer: int
 ) -> LayerAdapters:
     """The pools of a layer's matrices. layer: its index in the model."""
-    index = {t.leaf: t.index(layer) for t in targets if layer in t.layers and t.leaf not in (EMBED, LM_HEAD)}
-    here = {leaf: pools[leaf] for leaf in index}
-    return LayerAdapters(here, slots, {leaf: jnp.int32(number) for leaf, number in index.items()})
+    of_layer = [target for target in targets if layer in target.layers and target.leaf not in OF_NO_LAYER]
+    here = {target.leaf: pools[target.name] for target in of_layer}
+    return LayerAdapters(here, slots, {target.leaf: jnp.int32(target.index(layer)) for target in of_layer})
+
+
+def whole_adapters(leaf: str, pools: Pools, slots: Int[Array, " tokens"] | None) -> LayerAdapters | None:
+    """The pool of a matrix that belongs to no layer, as `linear` reads it. None: there are no adapters."""
+    return None if slots is None else LayerAdapters({leaf: pools[leaf]}, slots, {leaf: jnp.int32(0)})
 
 
 def has_adapters(leaf: str, adapters: LayerAdapters | None) -> bool:

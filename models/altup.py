@@ -9,8 +9,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jpaged.models.experts import row_sum
-from jpaged.models.layers import normalise
+from jpaged.models.layers import normalise, row_mean, row_sum
 from jpaged.models.linear import LayerContext, linear
 from jpaged.models.spec import AltUp
 
@@ -76,5 +75,5 @@ def _with_magnitude(
     x: Float[Array, "tokens hidden"], of: Float[Array, "tokens hidden"]
 ) -> Float[Array, "tokens hidden"]:
     """x, scaled to the root mean square of another stream."""
-    own, wanted = (jnp.mean(jnp.square(a.astype(jnp.float32)), -1, keepdims=True) for a in (x, of))
+    own, wanted = (row_mean(jnp.square(a.astype(jnp.float32))) for a in (x, of))
     return (x.astype(jnp.float32) * jnp.sqrt(wanted / jnp.maximum(own, LEAST))).astype(x.dtype)

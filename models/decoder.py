@@ -27,9 +27,11 @@ from jpaged.kv_groups import KVPlace
 from jpaged.models import altup, compressed, hyper
 from jpaged.models.adapters import (
     EMBED,
+    LAYER_EMBED_IN,
     LM_HEAD,
     adapter_targets,
     layer_adapters,
+    whole_adapters,
     with_embedding_adapters,
     with_lm_head_adapters,
 )
@@ -38,7 +40,7 @@ from jpaged.models.fused_layer import LayerNorms, finish_layer, refuse_layer
 from jpaged.models.indexer import ChosenPages, IndexQueries, chosen_in_sequences
 from jpaged.models.latent import latent_queries_and_keys, latent_values
 from jpaged.models.layer_embedding import embed_for_layers, gated_layer_input
-from jpaged.models.layers import feed_forward, normalise, normalise_split, scaled, softcap
+from jpaged.models.layers import feed_forward, normalise, normalise_heads, normalise_split, scaled, softcap
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias, take_rows
 from jpaged.models.recurrent import State, mix_by_state
 from jpaged.models.rope import rope_angles
@@ -93,11 +95,9 @@ class Projection:
         return not isinstance(self.product, tuple) or self.product[1] is not None
 
     def finish_queries(self) -> Array:
-        """q [tokens, heads, head_dim] of a layer without keys, after norm and rope."""
+        """q [tokens, heads, head_dim] of a layer without keys, after rope. Its norm is applied."""
         q = self.product[0]
-        return norm_and_rope(
-            q, q, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.q_norm, norm_eps=self.norm_eps
-        )[0]
+        return norm_and_rope(q, q, cos=self.cos, sin=self.sin, q_norm=None, k_norm=None, norm_eps=self.norm_eps)[0]
 
     def finish(self) -> tuple[Array, Array, Array | None]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], after bias, norms and rope."""
@@ -176,23 +176,21 @@ def decode(
     adapter_slots: slot of each token's adapter in the pools `params["adapters"]`. None: there are no adapters.
     token_types: rows of the token-type embedding. None: the model has none.
     """
-    pools, targets = params.get("adapters", {}), ()
-    if adapter_slots is not None:
-        targets = adapter_targets(spec, layout)
-    x = hidden
+    pools = params.get("adapters", {})
+    targets = () if adapter_slots is None else adapter_targets(spec, layout)
+    x, whole = hidden, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
     if x is None:
-        context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
-        x = _embed(context, token_ids, positions, adapter_slots, token_types=token_types)
+        x = _embed(whole, token_ids, positions, adapter_slots, token_types=token_types)
     layers = range(first_layer, first_layer + len(params["layers"]))
     # by rope and head size, which may differ between layers
     ropes = {(rope, spec.kv_of(i).head_dim): i for i in layers if (rope := spec.layer_rope(i)) is not None}
     angles = {key: rope_angles(spec.of_layer(i), key[0], positions, rope_lens) for key, i in ropes.items()}
     layer_inputs = None
     if spec.layer_embed is not None:
-        context = LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards)
-        layer_inputs = embed_for_layers(spec.layer_embed, x, token_ids, context)
+        adapters = whole_adapters(LAYER_EMBED_IN, pools, adapter_slots)
+        layer_inputs = embed_for_layers(spec.layer_embed, x, token_ids, dataclasses.replace(whole, adapters=adapters))
     if spec.altup is not None:
-        x = altup.spread(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
+        x = altup.spread(spec.altup, x, whole)
     x = x if spec.hyper is None else hyper.spread(spec.hyper, x)
     factors = None if spec.query_scaling is None else query_factors(spec.query_scaling, positions)
     if places is None:
@@ -248,9 +246,9 @@ def decode(
         if choice is not None:
             choices.append(choice)
     if spec.altup is not None:
-        x = altup.merge(spec.altup, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
+        x = altup.merge(spec.altup, x, whole)
     if spec.hyper is not None:
-        x = hyper.merge(spec.hyper, x, LayerContext(spec, layout, params, num_rows=num_tokens, shards=shards))
+        x = hyper.merge(spec.hyper, x, whole)
     if layers.stop == spec.num_layers and layers.stop in capture:
         captured.append(x)
     return x, tuple(new_pages), tuple(choices), *captured
@@ -626,7 +624,7 @@ def _project(x: Float[Array, "tokens hidden"], context: LayerContext) -> Project
 
 
 def _project_unlike(x: Float[Array, "tokens hidden"], context: LayerContext) -> Projection:
-    """`_project` of a model with `layer_kv`. The norm of the values is applied."""
+    """`_project` of a model with `layer_kv`. All norms are applied."""
     spec, params, kv = context.spec, context.params, context.spec.kv_of(0)
 
     def heads(name: str) -> Array:
@@ -634,15 +632,14 @@ def _project_unlike(x: Float[Array, "tokens hidden"], context: LayerContext) -> 
 
     if "qkv" in params:
         q, k, v = Projection(*_qkv(x, context), None, None, None, None, spec.norm_eps).finish()
-    elif kv.source is None:
-        q, k, v = heads("q"), heads("k"), None
     else:
-        q_alone = (heads("q"), None, None)
-        return Projection(q_alone, None, params["q_norm"], None, context.cos, context.sin, spec.norm_eps)
-    v = k if v is None else v
-    if spec.v_norm:
-        v = rms_norm(v, jnp.ones(spec.head_dim, v.dtype), spec.norm_eps)
-    return Projection((q, k, v), None, params["q_norm"], params["k_norm"], context.cos, context.sin, spec.norm_eps)
+        q, k, v = heads("q"), heads("k") if kv.source is None else None, None
+    q = normalise_heads(q, params["q_norm"], context)
+    if k is not None:
+        v = k if v is None else v
+        v = normalise_heads(v, None, context) if spec.v_norm else v
+        k = normalise_heads(k, params["k_norm"], context)
+    return Projection((q, k, v), None, None, None, context.cos, context.sin, spec.norm_eps)
 
 
 def _grown(

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jpaged.models.adapters import with_expert_adapters
-from jpaged.models.layers import expanded, feed_forward, normalise, softcap
+from jpaged.models.layers import expanded, feed_forward, normalise, row_sum, softcap
 from jpaged.models.linear import LayerContext, linear, linear_per_expert, products
 from jpaged.models.sharding import TENSOR, Shards, SplitWeight, splits_inputs
 from jpaged.models.spec import HASHED, Experts, Scoring
@@ -302,15 +302,6 @@ def blocks_by_expert(choice: Int[Array, "tokens per_token"], num_experts: int, r
         jnp.clip(counts[expert_of_block] - before, 0, rows),
         row.reshape(tokens, per_token),
     )
-
-
-def row_sum(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:
-    """Sum over the last axis by halving it. Unlike in XLA's sum, the bits do not depend on the number of rows."""
-    while x.shape[-1] > 1:
-        half = (x.shape[-1] + 1) // 2
-        rest = x[..., half:]
-        x = x[..., :half] + jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, half - rest.shape[-1])])
-    return x[..., 0]
 
 
 def row_max(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:

@@ -5,10 +5,10 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jpaged.models.layers import normalise
+from jpaged.models.layers import normalise, normalise_heads
 from jpaged.models.linear import LayerContext, linear, take_rows
 from jpaged.models.spec import LayerEmbedding
-from pallas_kernels import activate, rms_norm
+from pallas_kernels import activate
 
 
 def embed_for_layers(
@@ -25,7 +25,7 @@ def embed_for_layers(
     of_token = take_rows("layer_embed", known, context).reshape(shape)
     of_token *= jnp.asarray(math.sqrt(embedding.size), of_token.dtype)
     projected = (linear("layer_embed_in", x, context) * context.spec.hidden_size**-0.5).reshape(shape)
-    projected = rms_norm(projected, context.params["layer_embed_norm"], context.spec.norm_eps)
+    projected = normalise_heads(projected, context.params["layer_embed_norm"], context)
     return (projected + of_token) * 2**-0.5
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jpaged.models.adapters import has_adapters
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.quantization import is_quantized
+from jpaged.models.sharding import TENSOR, WHOLE, Shards
 from jpaged.models.spec import Activation, DecoderSpec, Norm, WeightLayout
 from pallas_kernels import activate, add_norm, gated_dot, rms_norm, rms_norm_rows, silu_and_mul
 
@@ -115,6 +116,20 @@ def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[s
     return one_matrix and spec.gated and is_plain and "up_bias" not in leaves
 
 
+def normalise_heads(
+    x: Float[Array, "tokens heads dim"], weight: Float[Array, " dim"] | None, context: LayerContext
+) -> Float[Array, "tokens heads dim"]:
+    """RMS norm of each head. weight: None = 1.
+
+    When serving, heads are rows of a kernel. XLA's norm on CPU has other bits with other numbers of tokens and heads.
+    """
+    gain, eps = jnp.ones(x.shape[2], x.dtype) if weight is None else weight, context.spec.norm_eps
+    rows = context.num_rows
+    if rows is None:
+        return rms_norm(x, gain, eps)
+    return rms_norm_rows(x.reshape(-1, x.shape[2]), gain, eps, rows * x.shape[1]).reshape(x.shape)
+
+
 def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Float[Array, "tokens hidden"]:
     spec = context.spec
     if not spec.gated:
@@ -134,18 +149,25 @@ def feed_forward(x: Float[Array, "tokens hidden"], context: LayerContext) -> Flo
     if bias is not None:
         gated, up = add(gated, bias[0]), add(up, bias[1])
     if any(spec.activation_sparsity):
-        gated = largest_gates(gated, spec.activation_sparsity[0])
+        gated = largest_gates(gated, spec.activation_sparsity[0], context.shards)
     return linear_with_bias("down", gate(spec, gated, up), context)
 
 
-def largest_gates(gated: Float[Array, "tokens inter"], share: float) -> Float[Array, "tokens inter"]:
+def largest_gates(
+    gated: Float[Array, "tokens inter"], share: float, shards: Shards = WHOLE
+) -> Float[Array, "tokens inter"]:
     """Each token's gates above the quantile `share` of a normal distribution with their mean and deviation, less it.
 
-    The others become 0 (Gemma 3n).
+    The others become 0 (Gemma 3n). Mean and deviation are of the gates of all devices.
     """
     x = gated.astype(jnp.float32)
-    mean = jnp.mean(x, -1, keepdims=True)
-    deviation = jnp.sqrt(jnp.mean(jnp.square(x - mean), -1, keepdims=True))
+
+    def mean_of(x: Array) -> Array:
+        own = row_mean(x)
+        return lax.pmean(own, TENSOR) if shards.count > 1 else own
+
+    mean = mean_of(x)
+    deviation = jnp.sqrt(mean_of(jnp.square(x - mean)))
     return jax.nn.relu(x - mean - deviation * NormalDist().inv_cdf(share)).astype(gated.dtype)
 
 
@@ -176,3 +198,20 @@ def gate_and_up(
     both = linear(name, x, context)
     width = both.shape[1] // 2
     return both[:, :width], both[:, width:]
+
+
+def row_sum(x: Float[Array, "*lead width"]) -> Float[Array, "*lead"]:
+    """Sum over the last axis by halving it. Unlike in XLA's sum, the bits do not depend on the number of rows."""
+    while x.shape[-1] > 1:
+        half = (x.shape[-1] + 1) // 2
+        rest = x[..., half:]
+        x = x[..., :half] + jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, half - rest.shape[-1])])
+    return x[..., 0]
+
+
+def row_mean(x: Float[Array, "*lead width"]) -> Float[Array, "*lead one"]:
+    """Mean over the last axis. On CPU, its bits do not depend on the number of rows."""
+    width = x.shape[-1]
+    return lax.platform_dependent(
+        x, cpu=lambda x: row_sum(x)[..., None] / width, default=lambda x: jnp.mean(x, -1, keepdims=True)
+    )

@@ -38,6 +38,12 @@ class ShardedQuantizer(LeafPlacer):
     spec: DecoderSpec
     layout: WeightLayout = WeightLayout()  # of live arrays
 
+    def of_layer(self, layer: int | None) -> "ShardedQuantizer":
+        """The placer with the heads and widths of a layer, if layers differ."""
+        if layer is None or not self.spec.layer_kv:
+            return self
+        return dataclasses.replace(self, spec=self.spec.of_layer(layer))
+
     def __call__(self, name: str, leaf: Float[Any, "*shape"]) -> Any:
         """Put the leaf `name` on the devices, as an array, QuantizedWeight or SplitWeight. leaf: numpy or jax array."""
         is_dense = self.scheme_of_leaf(name, leaf.shape) is None
@@ -71,9 +77,10 @@ class ShardedQuantizer(LeafPlacer):
     def shapes(self, shapes: Params) -> Params:
         """The tree `param_shapes(spec, dtype)` with the shapes and shardings on the devices."""
         return {
-            name: tuple(map(self.shapes, leaf)) if name == "layers" else self.shape(name, leaf)
+            name: tuple(self.of_layer(i).shapes(layer) for i, layer in enumerate(leaf))
+            if name == "layers" else self.shape(name, leaf)
             for name, leaf in shapes.items()
-        }
+        }  # fmt: skip
 
     def shape(self, name: str, leaf: jax.ShapeDtypeStruct) -> Any:
         """As `__call__`, for a ShapeDtypeStruct."""

@@ -40,9 +40,10 @@ PARTS = 8  # `Shards.parts` with `deterministic`: results are equal on 1, 2, 4 a
 AXES: dict[str, tuple[str, ...]] = {
     "embed": ("vocab", "embed"),
     "lm_head": ("vocab", "embed"),
+    "layer_embed": ("vocab", "embed"),
     "qkv": ("kv_heads", "part", "head_dim", "hidden"),
     "qkv_bias": ("kv_heads", "part", "head_dim"),
-    "q": ("heads", "hidden"),  # q, k, v and gate: leaves of live arrays (`WeightLayout`)
+    "q": ("heads", "hidden"),  # q, k, v and gate: leaves of live arrays (`WeightLayout`), or of layers without values
     "k": ("kv_heads", "hidden"),
     "v": ("kv_heads", "hidden"),
     "o": ("hidden", "heads"),
@@ -258,7 +259,7 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     def up(size: int, unit: int = divisor) -> int:
         return -(-size // unit) * unit
 
-    for name in ("heads_by_layer", "output_gates", "lm_head_bias", "layer_kv"):
+    for name in ("heads_by_layer", "output_gates", "lm_head_bias"):
         if getattr(spec, name):
             raise ModelLoadError(
                 f"the model has {name}={getattr(spec, name)!r}, which cannot be split over devices yet: use "
@@ -270,11 +271,22 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
         of_one = of_one if shards.expert_parallel else up(of_one, columns)
         shared = up(experts.shared_size, columns)
         experts = dataclasses.replace(experts, intermediate_size=of_one, shared_size=shared)
-    changed = {"intermediate_size": up(spec.intermediate_size, columns), "experts": experts}
+    changed = {
+        "intermediate_size": up(spec.intermediate_size, columns), "experts": experts,
+        "intermediate_sizes": tuple(up(width, columns) for width in spec.intermediate_sizes),
+    }  # fmt: skip
     if spec.recurrence is not None:
         spec.recurrence.split(divisor)
     if spec.latent is not None:
         return dataclasses.replace(spec, num_heads=up(spec.num_heads, latent_heads(spec.latent, shards)), **changed)
+    if any(spec.activation_sparsity) and (shards.parts > 1 or changed["intermediate_sizes"] != spec.intermediate_sizes):
+        raise ModelLoadError(
+            "the model cuts off gates by their mean over a feed-forward network (activation_sparsity), which "
+            + ("has other bits on other numbers of devices: leave deterministic out" if shards.parts > 1 else
+               f"cannot have padding: use a tensor_parallel_size that divides {min(spec.intermediate_sizes)}")
+        )  # fmt: skip
+    if spec.layer_kv:
+        return dataclasses.replace(_split_unlike(spec, shards), **changed)
     heads = head_padding(spec, shards)
     made = dataclasses.replace(
         spec, num_heads=heads.kv_heads * heads.q_per_kv, num_kv_heads=heads.kv_heads,
@@ -291,6 +303,31 @@ def split_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
             f"{divisor} equal parts, and {why}, which heads of padding would change: {advice}"
         )
     return made
+
+
+def _split_unlike(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
+    """The heads of `split_spec` for a model with `layer_kv`: each layer's KV heads are split, repeated or padded alone.
+
+    Raises ModelLoadError if layers get unlike numbers of query heads, or pages that do not share memory.
+    """
+    padded = [head_padding(spec.of_layer(layer), shards) for layer in range(spec.num_layers)]
+    queries = {heads.kv_heads * heads.q_per_kv for heads in padded}
+    layer_kv = tuple(
+        dataclasses.replace(kv, heads=heads.kv_heads) for kv, heads in zip(spec.layer_kv, padded, strict=True)
+    )
+    most = max(layer_kv, key=lambda kv: kv.heads * kv.head_dim)
+    odd = any(kv.head_dim % shards.tile for kv in layer_kv)
+    if odd or len(queries) > 1 or any(most.heads * most.head_dim % (kv.heads * kv.head_dim) for kv in layer_kv):
+        kinds = sorted({(kv.heads, kv.head_dim) for kv in spec.layer_kv})
+        raise ModelLoadError(
+            f"layers with {' and with '.join(f'{heads} KV heads of {dim}' for heads, dim in kinds)}, and "
+            f"{spec.num_heads} query heads, cannot be split into {shards.divisor} equal parts: use another "
+            "tensor_parallel_size" + (", or leave deterministic out" if shards.parts > 1 else "")
+        )
+    return dataclasses.replace(
+        spec, num_heads=queries.pop(), num_kv_heads=most.heads, head_dim=most.head_dim, layer_kv=layer_kv,
+        attention_scale=spec.scale,
+    )  # fmt: skip
 
 
 def latent_heads(latent: Latent, shards: Shards) -> int:
@@ -318,6 +355,8 @@ def local_spec(spec: DecoderSpec, shards: Shards) -> DecoderSpec:
     return dataclasses.replace(
         spec, num_heads=spec.num_heads // count, num_kv_heads=max(1, spec.num_kv_heads // count),
         intermediate_size=spec.intermediate_size // count, experts=experts,
+        layer_kv=tuple(dataclasses.replace(kv, heads=kv.heads // count) for kv in spec.layer_kv),
+        intermediate_sizes=tuple(width // count for width in spec.intermediate_sizes),
         recurrence=None if spec.recurrence is None else spec.recurrence.split(count),
     )  # fmt: skip
 

@@ -58,7 +58,13 @@ class AdapterOptions:
         name = DTYPE_ALIASES.get(config.lora_dtype, config.lora_dtype)
         chosen = dtype if name == "auto" else np.dtype(getattr(jnp, name))
         sizes = (config.max_loras, config.max_lora_rank, chosen, shards_of(config))
-        return cls(spec, stored or spec, layout, *sizes)
+        options = cls(spec, stored or spec, layout, *sizes)
+        if [target.layers for target in options.targets] != [target.layers for target in options._stored.values()]:
+            raise RequestError(
+                "enable_lora", True, "layers of this model have unlike sizes, which are equal when they are padded for "
+                f"tensor_parallel_size={config.tensor_parallel_size}: use another size"
+            )  # fmt: skip
+        return options
 
     @functools.cached_property
     def targets(self) -> tuple[AdapterTarget, ...]:
@@ -74,7 +80,7 @@ class AdapterOptions:
     def shapes(self, placement: Placement) -> dict[str, AdapterPool]:
         """The pools as ShapeDtypeStructs, with their shardings."""
         shapes = pool_shapes(self.targets, slots=self.slots, rank=self.rank, dtype=self.dtype)
-        return {target.leaf: self._placed(target, shapes[target.leaf], placement) for target in self.targets}
+        return {target.name: self._placed(target, shapes[target.name], placement) for target in self.targets}
 
     def create(self, placement: Placement) -> dict[str, AdapterPool]:
         """Allocate empty pools. Rank 0 means that a slot changes nothing, so only `ranks` must be zeros."""
@@ -97,15 +103,15 @@ class AdapterOptions:
 
         Pools that the adapter does not change get rank 0.
         """
-        return {target.leaf: self._content(target, adapter) for target in self.targets}
+        return {target.name: self._content(target, adapter) for target in self.targets}
 
     def _content(self, target: AdapterTarget, adapter: Adapter) -> AdapterPool:
-        shape = pool_shapes((target,), slots=1, rank=self.rank, dtype=self.dtype)[target.leaf]
+        shape = pool_shapes((target,), slots=1, rank=self.rank, dtype=self.dtype)[target.name]
         empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shape)
-        matrix = adapter.matrices.get(target.leaf)
+        matrix = adapter.matrices.get(target.name)
         if matrix is None:
             return empty
-        rank, stored = matrix.b.shape[2], self._stored[target.leaf]
+        rank, stored = matrix.b.shape[2], self._stored[target.name]
         a, b = matrix.a, matrix.b.reshape(*matrix.b.shape[:3], *stored.out_shape)
         if (stored.inputs, stored.out_shape) != (target.inputs, target.out_shape):
             a, b = self._padded(target, a, b)
@@ -119,14 +125,14 @@ class AdapterOptions:
 
     @functools.cached_property
     def _stored(self) -> dict[str, AdapterTarget]:
-        """The targets of the checkpoint, by leaf."""
-        return {target.leaf: target for target in adapter_targets(self.stored, self.layout)}
+        """The targets of the checkpoint, by name."""
+        return {target.name: target for target in adapter_targets(self.stored, self.layout)}
 
     def _padded(
         self, target: AdapterTarget, a: np.ndarray, b: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """A and B of a matrix with the sizes of `split_spec`, padded as `pad_leaf` pads the matrix."""
-        pad = functools.partial(pad_leaf, target.leaf, spec=self.stored, shards=self.shards)
+        pad = functools.partial(pad_leaf, target.leaf, spec=self.stored.of_layer(target.layers[0]), shards=self.shards)
         if _split_axis(target, self.shards, self.spec) == len(target.out_shape):  # inputs; it has one part
             padded = [[pad(of_expert[0])[None] for of_expert in of_layer] for of_layer in a]
             return np.array(padded), b

@@ -48,10 +48,15 @@ class KVFormat:
                 f"kv_cache_dtype={name!r}: the model has latent attention, whose pages keep the type of the weights: "
                 "leave it at auto"
             )
-        if spec.layer_kv:
+        if spec.layer_kv and name == "fp8_e4m3" and scales is not None:
             raise ModelLoadError(
-                f"kv_cache_dtype={name!r}: the model's layers have unlike keys and values, whose pages keep the type "
-                "of the weights: leave it at auto"
+                f"kv_cache_dtype={name!r}: the checkpoint has scales of keys and values, which are not read yet for a "
+                "model with unlike layers: leave it at auto"
+            )
+        if name == "int8" and len({(kv.heads, kv.head_dim) for kv in spec.layer_kv}) > 1:
+            raise ModelLoadError(
+                f"kv_cache_dtype={name!r}: the model's layers have KV heads of unlike sizes, which share pages without "
+                "the scales that int8 has for each token: use kv_cache_dtype='fp8_e4m3', or leave it at auto"
             )
         if name != "fp8_e4m3":
             return cls(_TYPES[name])

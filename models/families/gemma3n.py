@@ -3,7 +3,7 @@
 import dataclasses
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.families import gemma, gemma4, llama
+from jpaged.models.families import gemma, gemma3, llama
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
 from jpaged.models.spec import AltUp, DecoderSpec, LayerEmbedding, LayerKV, Norm, NormPosition, QKNorm
@@ -13,7 +13,7 @@ _MOST_STREAMS = 8
 _STREAMS = range(_MOST_STREAMS - 1)
 
 RULES = (
-    *gemma4.RULES,
+    *gemma3.RULES_OF_LATER,
     TensorRule(_ALTUP + "correct_output_scale", "altup_scale"),
     TensorRule(_ALTUP + "correction_coefs.weight", "altup_correct"),
     TensorRule(_ALTUP + "prediction_coefs.weight", "altup_predict", (Part.HEADS,)),
@@ -37,16 +37,16 @@ def _by_layer(config: CheckpointConfig, name: str, layers: int, default: list[fl
 
 
 def _gemma3n(config: CheckpointConfig) -> DecoderSpec:
-    for name in ("quantization_config", "use_bidirectional_attention"):
+    for name in ("use_bidirectional_attention", "attention_bias"):
         config.refuse(name, False)
-    config.refuse("attention_bias", False)
     config = config.with_defaults(
         num_key_value_heads=2, sliding_window=512, max_position_embeddings=32_768, final_logit_softcapping=30.0,
         hidden_activation="gelu_pytorch_tanh",
     )  # fmt: skip
     layers = config.integer("num_hidden_layers")
-    kinds = gemma4.layer_kinds(config, layers, 5)
-    read_from = gemma4.sources(config, kinds, shared=config.integer("num_kv_shared_layers", default=15, minimum=0))
+    kinds = gemma3.layer_kinds(config, layers, 5)
+    shared = config.integer("num_kv_shared_layers", default=15, minimum=0)
+    read_from = gemma3.sources(config, kinds, shared=shared)
     widths = [int(width) for width in _by_layer(config, "intermediate_size", layers, [16_384] * layers)]
     sparse = 10 if layers > 10 else 0
     sparsity = _by_layer(config, "activation_sparsity_pattern", layers, [0.95] * sparse + [0.0] * (layers - sparse))
@@ -86,6 +86,6 @@ def _gemma3n(config: CheckpointConfig) -> DecoderSpec:
 
 
 GEMMA3N = Family(
-    "gemma3n_text", ("Gemma3nForCausalLM", "Gemma3nTextModel"), _gemma3n, RULES, llama.PREFIX, gemma4.IGNORED,
+    "gemma3n_text", ("Gemma3nForCausalLM", "Gemma3nTextModel"), _gemma3n, RULES, llama.PREFIX, gemma3.IGNORED_OF_LATER,
     has_classifier=False,
 )  # fmt: skip

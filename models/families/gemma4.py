@@ -6,33 +6,26 @@ keys and values of an earlier layer of their kind. Full attention rotates a quar
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.families import gemma, llama
+from jpaged.models.families import gemma3, llama
 from jpaged.models.families.base import Family, Part, TensorRule
 from jpaged.models.families.config import CheckpointConfig
+from jpaged.models.families.gemma3 import FULL, SLIDING
+from jpaged.models.families.gemma3 import IGNORED_OF_LATER as IGNORED
 from jpaged.models.spec import DecoderSpec, Experts, LayerEmbedding, LayerKV, NormPosition, QKNorm, Rope
 
 _LAYER = "model.layers.{layer}."
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPES = {
-    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 
 RULES = (
-    *gemma.GEMMA2_RULES,
-    TensorRule(_LAYER + "self_attn.q_proj.weight", "q"),
+    *gemma3.RULES_OF_LATER,
     TensorRule(_LAYER + "self_attn.k_proj.weight", "k"),
     TensorRule(_LAYER + "layer_scalar", "layer_scalar"),
-    TensorRule("model.embed_tokens_per_layer.weight", "layer_embed"),
-    TensorRule("model.per_layer_model_projection.weight", "layer_embed_in"),
-    TensorRule("model.per_layer_projection_norm.weight", "layer_embed_norm"),
-    TensorRule(_LAYER + "per_layer_input_gate.weight", "layer_in"),
-    TensorRule(_LAYER + "per_layer_projection.weight", "layer_out"),
-    TensorRule(_LAYER + "post_per_layer_input_norm.weight", "layer_out_norm"),
     TensorRule(_LAYER + "router.proj.weight", "router"),
     TensorRule(_LAYER + "router.scale", "router_norm"),
     TensorRule(_LAYER + "router.per_expert_scale", "router_scale"),
@@ -42,27 +35,6 @@ RULES = (
     TensorRule(_LAYER + "pre_feedforward_layernorm_2.weight", "sparse_norm"),
     TensorRule(_LAYER + "post_feedforward_layernorm_2.weight", "sparse_out_norm"),
 )
-# Published checkpoints have keys and values of layers that read those of an earlier one
-IGNORED = re.compile(llama.IGNORED.pattern + r"|.*self_attn\.[kv]_(proj|norm)\.weight")
-
-
-def layer_kinds(config: CheckpointConfig, layers: int, pattern: int) -> list[str]:
-    """Kind of attention of every layer. pattern: by default, one layer in `pattern` has full attention."""
-    kinds = config.layer_types() or [_SLIDING if (i + 1) % pattern else _FULL for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - {_FULL, _SLIDING}:
-        config.refuse("layer_types")
-    return kinds
-
-
-def sources(config: CheckpointConfig, kinds: list[str], *, shared: int) -> list[int | None]:
-    """Layer that each of the last `shared` layers reads: the last one of its kind before them. None: itself."""
-    first = len(kinds) - shared
-    if not set(kinds[first:]) <= set(kinds[: max(first, 0)]):
-        raise ModelLoadError(
-            f"config.json: num_kv_shared_layers={shared}: no layer before the last {shared} is of their kind"
-        )
-    last = {kind: index for index, kind in enumerate(kinds[:first])}
-    return [None if index < first else last[kind] for index, kind in enumerate(kinds)]
 
 
 def _kv(config: CheckpointConfig, kinds: list[str]) -> tuple[LayerKV, ...]:
@@ -72,24 +44,25 @@ def _kv(config: CheckpointConfig, kinds: list[str]) -> tuple[LayerKV, ...]:
     full = {"head_dim": config.integer("global_head_dim", default=512)}
     if same and config.get("num_global_key_value_heads") is not None:
         full["num_key_value_heads"] = config.integer("num_global_key_value_heads")
-    by_layer = config.get("per_layer_config", default={str(i): full for i, kind in enumerate(kinds) if kind == _FULL})
+    by_layer = config.get("per_layer_config", default={str(i): full for i, kind in enumerate(kinds) if kind == FULL})
     is_table = isinstance(by_layer, Mapping) and all(isinstance(values, Mapping) for values in by_layer.values())
     if not is_table or not all(str(layer).isdecimal() for layer in by_layer):
         config.refuse("per_layer_config")
     by_layer = {int(layer): values for layer, values in by_layer.items()}  # Transformers writes "05"
     found = []
-    read_from = sources(config, kinds, shared=config.integer("num_kv_shared_layers", default=0, minimum=0))
+    shared = config.integer("num_kv_shared_layers", default=0, minimum=0)
+    read_from = gemma3.sources(config, kinds, shared=shared)
     for index, (kind, source) in enumerate(zip(kinds, read_from, strict=True)):
         own = CheckpointConfig({"num_key_value_heads": heads, "head_dim": dim, **by_layer.get(index, {})})
         if own.values.keys() - {"num_key_value_heads", "head_dim"}:
             config.refuse("per_layer_config")
         found.append(
-            LayerKV(own.integer("num_key_value_heads"), own.integer("head_dim"), same and kind == _FULL, source)
+            LayerKV(own.integer("num_key_value_heads"), own.integer("head_dim"), same and kind == FULL, source)
         )
     return tuple(found)
 
 
-def rope(config: CheckpointConfig, kind: str) -> Rope:
+def _rope(config: CheckpointConfig, kind: str) -> Rope:
     """Rope of one kind of layers. Without scaling, Transformers ignores a share of the head: it is refused."""
     of_kind = config.of_layers(kind)
     found = of_kind.rope(partial=True)
@@ -109,7 +82,6 @@ def _experts(config: CheckpointConfig, layers: int) -> Experts | None:
 
 
 def _gemma4(config: CheckpointConfig) -> DecoderSpec:
-    config.refuse("quantization_config")
     config.refuse("attention_bias", False)
     config.refuse("use_bidirectional_attention", "vision")  # between tokens of an image
     config = config.with_defaults(
@@ -119,8 +91,8 @@ def _gemma4(config: CheckpointConfig) -> DecoderSpec:
     if config.get("rope_parameters") is None:
         config = CheckpointConfig({**config.values, "rope_parameters": _ROPES})
     layers = config.integer("num_hidden_layers")
-    kinds = layer_kinds(config, layers, 6)
-    kinds[-1] = _FULL  # as in Transformers, whatever the config says
+    kinds = gemma3.layer_kinds(config, layers, 6)
+    kinds[-1] = FULL  # as in Transformers, whatever the config says
     kv = _kv(config, kinds)
     plain = {"rope_parameters": None, "hidden_act": config.get("hidden_activation"), "layer_types": None}
     base = llama.spec(CheckpointConfig({**config.values, **plain}))
@@ -143,9 +115,9 @@ def _gemma4(config: CheckpointConfig) -> DecoderSpec:
         norm_position=NormPosition.SANDWICH,
         qk_norm=QKNorm.HEAD,
         v_norm=True,
-        rope=rope(config, _FULL),
-        window_rope=rope(config, _SLIDING),
-        sliding_window=tuple(window if kind == _SLIDING else None for kind in kinds),
+        rope=_rope(config, FULL),
+        window_rope=_rope(config, SLIDING),
+        sliding_window=tuple(window if kind == SLIDING else None for kind in kinds),
         attention_scale=1.0,
         embed_scale=math.sqrt(base.hidden_size),
         final_softcap=config.optional_positive("final_logit_softcapping"),

@@ -12,19 +12,28 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
+from jpaged.engine.step_plan import TransferCosts
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVPlace, group_layers
 from jpaged.loading import load_model
+from jpaged.models.decoder import decode, dense_causal_attend, lm_head
+from jpaged.models.kv_scales import KVScales
 from jpaged.models.spec import param_shapes
 from jpaged.quantizing.checkpoint import quantize_checkpoint
-from jpaged.runtime.kv_format import KVFormat
+from jpaged.runtime.drafting.draft_state import DraftSizes, draft_block_bytes, draft_state_shapes
+from jpaged.runtime.kv_format import FP8, KVFormat
 from jpaged.runtime.memory.plan import block_bytes, decide_limits
 from jpaged.runtime.memory.refusals import NOT_WITH_UNLIKE_LAYERS
 from jpaged.runtime.step.batch import KVGroupRows, rows_by_part
+from jpaged.runtime.step.forward import pages_of_layer
+from jpaged.speculation_config import SpeculationConfig
 from pallas_kernels import KVPages
+from pallas_kernels.kv_pages import int8_scale, to_fp8, to_int8
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
+from tests.support.drafting import Recorded, always_drafting, check_drafts
 from tests.support.tiny_engine import (
     BLOCK_SIZE,
+    HOST_SLOTS,
     MAX_MODEL_LEN,
     UNLIKE,
     VOCAB_SIZE,
@@ -36,6 +45,11 @@ from tests.support.tiny_engine import (
 )
 
 pytestmark = pytest.mark.codegen
+
+SMALL = {
+    "row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "float32",
+    "max_model_len": 160, "skip_tokenizer_init": True,
+}  # fmt: skip
 
 
 def greedy(max_tokens, **more):
@@ -101,7 +115,121 @@ def test_parts_of_a_page_are_disjoint():
         KVPages(data).in_shape(2, 24)
 
 
-VALUES = {"deterministic": True, "enable_lora": True, "kv_handover": True, "speculative_config": {"method": "ngram"}}
+def test_pages_of_a_draft_model_have_the_sizes_of_its_layers():
+    """The last two layers read the KV of others: they have a page that is not used."""
+    state = draft_state_shapes(UNLIKE, DraftSizes(9, BLOCK_SIZE, 4, is_head=False), dtype=np.dtype(np.float32))
+    shapes = [data.shape for data, _ in state.page_arrays]
+    narrow, wide = (9, 2, 2, BLOCK_SIZE, 16), (9, 2, 2, BLOCK_SIZE, 32)
+    assert shapes == [narrow, wide, narrow, narrow, (1, *narrow[1:]), (1, *wide[1:])]
+    block = draft_block_bytes(UNLIKE, BLOCK_SIZE, KVFormat(np.dtype(np.float32)))
+    assert block == 2 * 2 * BLOCK_SIZE * (3 * 16 + 32) * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "draft"), [("gemma4", "gemma4"), ("gemma3n", "gemma3n"), ("gemma4-moe", "gemma4"), ("llama", "gemma4")]
+)
+def test_drafts_of_a_model_with_unlike_layers_change_no_bit(name, draft, tmp_path):
+    """A model that drafts for itself is always right, so its drafts have the model's own keys and values."""
+    for each in {name, draft}:
+        write_checkpoint(BY_NAME[each], 3, tmp_path / each)
+    prompts = [{"prompt_token_ids": list(range(*ends))} for ends in ((3, 60), (70, 95))]
+
+    def answers(llm):
+        outputs = llm.generate(prompts, greedy(24), use_tqdm=False)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    with LLM(str(tmp_path / name), **SMALL) as llm:
+        plain = answers(llm)
+    drafts = {"method": "draft_model", "model": str(tmp_path / draft), "num_speculative_tokens": 4}
+    with always_drafting(), LLM(str(tmp_path / name), speculative_config=drafts, **SMALL) as llm:
+        llm.wait_until_ready()
+        assert [answers(llm), answers(llm)] == [plain, plain]  # the second time from the prefix cache
+        stats = llm.stats().speculation
+    assert stats.draft_tokens > 30
+    assert (stats.accepted_tokens == stats.draft_tokens) == (name == draft)
+
+
+@pytest.mark.slow
+def test_drafts_with_preemption_and_the_host_tier():
+    """Windows free blocks while drafts are rejected, and a preempted request returns to its last accepted token."""
+    fields = {"method": "custom", "num_speculative_tokens": 5}
+    runner = make_runner(UNLIKE, speculative_config=SpeculationConfig.from_fields(fields | {"function": len}))
+    rng = np.random.default_rng(1)
+    requests = [(rng.integers(0, VOCAB_SIZE, n).tolist(), greedy(40)) for n in (7, 16, 25, 33, 40)]
+    requests.append((requests[0][0], greedy(25, temperature=0.9, seed=1, n=3)))
+    plain = run(make_engine(runner), requests)
+    known = [[*each.prompt_token_ids, *answer.token_ids] for each in plain.values() for answer in each.outputs]
+    costs = TransferCosts(seconds_per_move=1e-9, seconds_per_token=1.0)
+    for options in ({}, {"host_slots": HOST_SLOTS, "costs": costs}):
+        with always_drafting():
+            engine = make_engine(runner, drafts=fields | {"function": Recorded(known)}, num_blocks=40, **options)
+        for _ in range(2):
+            found = run(engine, requests)
+            assert [bits(found[name]) for name in plain] == [bits(output) for output in plain.values()]
+        check_drafts(engine.stats().speculation)
+        assert engine.stats().preemptions > 0
+    runner.close()
+
+
+def rounded_attend(kind):
+    """Dense attention to keys and values that are rounded as pages of this kind round them."""
+
+    def rounded(x):
+        if kind == "fp8_e4m3":
+            return to_fp8(x, jnp.float32(1)).astype(jnp.float32)
+        scale = int8_scale(jnp.abs(x).max(-1, keepdims=True))
+        return to_int8(x, scale).astype(jnp.float32) * scale.astype(jnp.float32)
+
+    def attend(projection, pages, metadata, options, sinks):
+        if projection.has_keys:
+            q, k, v = projection.finish()
+            finished = dict.fromkeys(("bias", "q_norm", "k_norm", "cos", "sin"))
+            projection = dataclasses.replace(projection, product=(q, rounded(k), rounded(v)), **finished)
+        return dense_causal_attend(projection, pages, metadata, options, sinks)
+
+    return attend
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma4", "fp8_e4m3"), ("gemma4-moe", "fp8_e4m3"), ("gemma3n", "int8")]
+)
+def test_8_bit_pages_against_dense_attention(name, kind, tmp_path):
+    """A number at the middle between two codes may be rounded the other way: 4.4e-4 at one token of `gemma4-moe`."""
+    write_checkpoint(BY_NAME[name], 3, tmp_path)
+    model = load_model(EngineConfig(model=str(tmp_path), dtype="float32"))
+    ids = jnp.arange(3, 60)
+    hidden, *_ = decode(
+        model.spec, model.params, ids, jnp.arange(len(ids)), [None] * model.spec.num_layers, ids[None],
+        rounded_attend(kind),
+    )  # fmt: skip
+    rows = np.asarray(jax.nn.log_softmax(lm_head(model.spec, model.params, hidden)))
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for kv_cache_dtype in ("auto", kind):
+        with LLM(str(tmp_path), kv_cache_dtype=kv_cache_dtype, **SMALL) as llm:
+            output = llm.generate({"prompt_token_ids": ids.tolist()}, params, use_tqdm=False)[0]
+        found.append([next(iter(step.values())).logprob for step in output.prompt_logprobs[1:]])
+    of_tokens = rows[np.arange(len(ids) - 1), ids[1:]]
+    differences = np.abs(np.array(found) - of_tokens)
+    assert np.median(differences[1]) < 2e-5
+    assert differences[1].max() < 2e-3
+    assert differences[0].max() > 0.03  # pages in the type of the weights
+
+
+def test_parts_of_an_fp8_page_have_its_scale():
+    pages = KVPages.create(2, 8, 2, 32, FP8, fp8_scales=np.full((2, 2), 0.5, np.float32))
+    assert pages_of_layer(pages, 2, 32) is pages
+    view = pages_of_layer(pages, 4, 8)
+    assert (view.num_blocks, view.scales.shape) == (4, (2, 4))
+    keys = jnp.linspace(-9, 9, 32, dtype=jnp.float32).reshape(1, 4, 8)
+    read, values = view.scatter(keys, -keys, jnp.array([19])).gather(jnp.array([[2]]), jnp.float32)
+    np.testing.assert_array_equal(read[0, :, 3], to_fp8(keys[0], jnp.float32(0.5)).astype(jnp.float32) * 0.5)
+    np.testing.assert_array_equal(values, -read)
+
+
+VALUES = {"kv_handover": True}
 
 
 @pytest.mark.parametrize("name", NOT_WITH_UNLIKE_LAYERS)
@@ -111,11 +239,14 @@ def test_options_that_do_not_work_are_refused(name):
         decide_limits(UNLIKE, config, "cpu")
 
 
-def test_tpus_and_8_bit_pages_are_refused():
+def test_tpus_and_8_bit_pages_with_other_scales_are_refused():
     with pytest.raises(ModelLoadError, match=r"KV heads of .*: unlike sizes must be multiples of 128 on TPU"):
         decide_limits(UNLIKE, EngineConfig(model=""), "tpu")
-    with pytest.raises(ModelLoadError, match="kv_cache_dtype='int8': the model's layers have unlike keys and values"):
+    with pytest.raises(ModelLoadError, match=r"'int8': .*heads of unlike sizes.*use kv_cache_dtype='fp8"):
         KVFormat.choose(UNLIKE, "int8", np.dtype(np.float32), None)
+    scales = KVScales(np.ones((6, 2), np.float32), np.ones((6, 2), np.float32))
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype='fp8_e4m3': the checkpoint has scales"):
+        KVFormat.choose(UNLIKE, "fp8_e4m3", np.dtype(np.float32), jax.devices()[0], scales)
 
 
 def test_a_layer_has_no_leaves_that_it_does_not_use():
@@ -139,9 +270,8 @@ def test_quantised_weights_and_updates(tmp_path):
     for seed in (3, 4):
         write_checkpoint(variant, seed, tmp_path / str(seed))
     prompt, params = {"prompt_token_ids": list(range(3, 60))}, greedy(8)
-    options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
     for folder in ("3", "4"):
-        with LLM(str(tmp_path / folder), dtype="float32", max_model_len=128, **options) as llm:
+        with LLM(str(tmp_path / folder), **SMALL) as llm:
             output = llm.generate(prompt, params)[0].outputs[0]
             answers.append(output.token_ids)
             if folder == "3":
@@ -151,7 +281,7 @@ def test_quantised_weights_and_updates(tmp_path):
                 with pytest.raises(ModelLoadError, match="whose layers have unlike keys and values is not read yet"):
                     llm.update_weights({"embed": jnp.zeros((2, 2)), "layers": ()})
     assert answers[0] != answers[1] == updated
-    with LLM(str(tmp_path / "3"), dtype="float32", quantization="int8", max_model_len=128, **options) as llm:
+    with LLM(str(tmp_path / "3"), quantization="int8", **SMALL) as llm:
         rounded = llm.generate(prompt, params)[0].outputs[0]
     token = answers[0][0]
     assert rounded.token_ids[0] == token

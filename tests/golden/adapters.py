@@ -19,6 +19,7 @@ FOLDER = GOLDEN / "lora"
 PROMPT_LENGTH = 16
 NUM_TOKENS = 16
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_MLP = ["gate_proj", "up_proj", "down_proj"]
 _EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -79,8 +80,13 @@ VARIANTS = (
     _variant("nemotron-h", "nemotron-h-moe", ["q_proj", "o_proj", "in_proj", "up_proj", "down_proj"]),
     _variant("nemotron-h-latent", "nemotron-h-latent", ["k_proj", "in_proj", "fc1_latent_proj", "fc2_latent_proj"],
              target_parameters=["mixer.experts.up_proj", "mixer.experts.down_proj"]),
-    _variant("falcon-h1", "falcon-h1-gate", [*_ATTENTION, "in_proj", "gate_proj", "up_proj", "down_proj"]),
-    _variant("qwen2-moe", "qwen2-moe", [*_ATTENTION, "gate_proj", "up_proj", "down_proj"], target_parameters=_EXPERTS),
+    _variant("falcon-h1", "falcon-h1-gate", [*_ATTENTION, "in_proj", *_MLP]),
+    # layers with unlike keys, values and widths; then experts next to a dense network
+    _variant("gemma4", "gemma4", "all-linear"),
+    _variant("gemma4-moe", "gemma4-moe", [*_ATTENTION, "gate_proj", "down_proj"],
+             target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
+    _variant("gemma3n", "gemma3n", [*_ATTENTION, *_MLP, "linear_left", "linear_right", "per_layer_input_gate"]),
+    _variant("qwen2-moe", "qwen2-moe", [*_ATTENTION, *_MLP], target_parameters=_EXPERTS),
 )  # fmt: skip
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 

@@ -116,11 +116,11 @@ def test_prefixes_are_shared_within_an_adapter_only(served):
     ("name", "speculates"),
     [
         ("qwen3.5", True), ("qwen3-next", False), ("lfm2", False), ("granite4-hybrid", True), ("nemotron-h", False),
-        ("nemotron-h-latent", False), ("falcon-h1", False),
+        ("nemotron-h-latent", False), ("falcon-h1", False), ("gemma4", True), ("gemma4-moe", False), ("gemma3n", True),
     ],
     ids=lambda value: str(value),
 )  # fmt: skip
-def test_recurrent_layers_have_adapters_and_snapshots_belong_to_one(name, speculates, tmp_path):
+def test_recurrent_and_unlike_layers_have_adapters_and_a_prefix_belongs_to_one(name, speculates, tmp_path):
     """A prefix is found with the adapter that computed it. The answer has the same bits then, also with drafts."""
     records, folders = written(tmp_path, (name,))
     values = records[name].values

@@ -83,11 +83,11 @@ def delta(target: AdapterTarget, matrix: AdapterMatrix, layer: int, expert: int 
 
 def merged(model: LoadedModel, adapter: Adapter, layout: WeightLayout = WeightLayout()) -> dict[str, Any]:
     """The parameter tree of `model` plus the adapter."""
-    targets = {target.leaf: target for target in adapter_targets(model.spec, layout)}
+    targets = {target.name: target for target in adapter_targets(model.spec, layout)}
     params = dict(model.params)
     layers = [dict(layer) for layer in params["layers"]]
-    for leaf, matrix in adapter.matrices.items():
-        target = targets[leaf]
+    for name, matrix in adapter.matrices.items():
+        target, leaf = targets[name], targets[name].leaf
         for layer in target.layers:
             tree = layers[layer] if leaf in layers[layer] else params
             weight = np.asarray(tree[leaf], np.float64)

@@ -16,6 +16,7 @@ from jpaged.loading import load_model
 from jpaged.loading.drafters import describe_drafter, load_drafter
 from jpaged.loading.model_description import describe
 from jpaged.models import decoder, draft_head
+from jpaged.models.spec import LayerKV
 from jpaged.speculation_config import SpeculationConfig
 from tests.golden.checkpoints import BY_NAME, write_checkpoint, write_safetensors
 from tests.support.added_tokens import tokenizer
@@ -275,6 +276,14 @@ def test_a_head_that_does_not_fit_is_refused(target, tmp_path, name):
     folder = write(tmp_path, EAGLE | changes, all_tensors)
     with pytest.raises(ModelLoadError, match=re.escape(message)):
         load(target, method="eagle3", model=folder)
+
+
+def test_a_head_for_a_model_with_unlike_layers_is_refused(target, tmp_path):
+    spec = dataclasses.replace(target[1].spec, layer_kv=(LayerKV(2, 8),) * 6)
+    model = dataclasses.replace(target[1], spec=spec)
+    folder = write(tmp_path, EAGLE, eagle_tensors())
+    with pytest.raises(ModelLoadError, match="an EAGLE-3 head, and the model's layers have unlike keys and values"):
+        load((target[0], model, target[2]), method="eagle3", model=folder)
 
 
 def test_a_pickle_is_refused_by_name(target, tmp_path):

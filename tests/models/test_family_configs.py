@@ -304,7 +304,6 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("gemma3n", {"altup_num_inputs": 9}, "altup_num_inputs=9 must be at most 8"),
         ("gemma4", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
-        ("gemma4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* is not supported"),
         ("gemma4", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6: no layer before the last 6 is of their kind"),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5: no layer before the last 5 is of their kind"),
         ("gemma4", {"layer_types": ["chunked_attention"] * 6}, "layer_types=.* is not supported"),
@@ -325,7 +324,7 @@ def test_refused_by_name(name: str, changes: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [("laguna", "heads_by_layer"), ("phimoe", "lm_head_bias"), ("gemma4-unified", "layer_kv")]
+    ("name", "field"), [("laguna", "heads_by_layer"), ("phimoe", "lm_head_bias")]
 )
 def test_models_that_cannot_be_split_over_devices(name: str, field: str) -> None:
     with pytest.raises(ModelLoadError, match=f"the model has {field}=.*cannot be split over devices yet"):

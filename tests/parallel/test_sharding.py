@@ -23,7 +23,7 @@ from jpaged.models.sharding import (
     split_axis,
     split_spec,
 )
-from jpaged.models.spec import DecoderSpec, Experts, QKNorm, Rope, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, LayerKV, QKNorm, Rope, param_shapes
 from pallas_kernels import QuantizedWeight
 
 SPEC = DecoderSpec(
@@ -137,3 +137,47 @@ def test_heads_that_cannot_be_padded_are_refused():
         split_spec(spec, Shards(2, parts=8))
     with pytest.raises(ModelLoadError, match=r"6 KV heads, .* 4 equal parts, .* use tensor_parallel_size 1 or 2 or 3$"):
         split_spec(spec, Shards(4))
+
+
+UNLIKE = dataclasses.replace(
+    SPEC, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=16, qkv_bias=False, qk_norm=QKNorm.HEAD,
+    layer_kv=(LayerKV(4, 16), LayerKV(1, 32, values_are_keys=True), LayerKV(1, 32, values_are_keys=True, source=1)),
+    intermediate_sizes=(90, 90, 45),
+)  # fmt: skip
+
+
+def test_heads_of_unlike_layers_are_repeated_for_each_layer():
+    """One KV head of 32 becomes 4, so the pages have the size of these layers."""
+    shards = Shards(4)
+    split = split_spec(UNLIKE, shards)
+    assert [kv.heads for kv in split.layer_kv] == [4, 4, 4]
+    assert (split.num_heads, split.num_kv_heads, split.head_dim, split.page_parts) == (8, 4, 32, (2, 1, 1))
+    local = local_spec(split, shards)
+    assert [kv.heads for kv in local.layer_kv] == [1, 1, 1]
+    assert (local.num_heads, local.num_kv_heads, local.intermediate_sizes) == (2, 1, (23, 23, 12))
+    mesh = make_mesh(jax.devices()[:4], shards)
+    placer = ShardedQuantizer(Quantizer(), mesh, shards, UNLIKE)
+    rng = np.random.default_rng(0)
+    shapes = param_shapes(UNLIKE, np.float32)["layers"]
+    for i, (layer, wanted) in enumerate(zip(shapes, param_shapes(split, np.float32)["layers"], strict=True)):
+        for name, leaf in layer.items():
+            host = rng.standard_normal(leaf.shape).astype(np.float32)
+            placed = placer.of_layer(i)(name, host)
+            assert placed.shape == wanted[name].shape, name
+            if name == "k":
+                np.testing.assert_array_equal(placed, np.tile(host, (4, 1)))
+            elif name in ("q", "o"):  # 8 query heads are 2 for each repeated head, in the same order
+                np.testing.assert_array_equal(placed, host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shards", "says"),
+    [
+        ({"num_heads": 6, "layer_kv": (LayerKV(3, 16), LayerKV(1, 16), LayerKV(1, 16))}, Shards(2), "equal parts: use"),
+        ({"activation_sparsity": (0.5, 0.5, 0.0)}, Shards(8, 8), "other numbers of devices: leave deterministic out"),
+        ({"activation_sparsity": (0.5, 0.5, 0.0)}, Shards(2), "a tensor_parallel_size that divides 45"),
+    ],
+)
+def test_unlike_layers_that_cannot_be_split_are_refused(changes, shards, says):
+    with pytest.raises(ModelLoadError, match=says):
+        split_spec(dataclasses.replace(UNLIKE, **changes), shards)

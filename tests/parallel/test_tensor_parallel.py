@@ -131,24 +131,24 @@ def test_deterministic_bits_do_not_depend_on_the_number_of_devices(checkpoint):
     ("name", "experts"),
     [
         ("deepseek-v3", True), ("deepseek-v32", False), ("olmo2", False), ("lfm2", False), ("granite4-hybrid", False),
-        ("kimi-linear", True),
+        ("kimi-linear", True), ("gemma4", False), ("gemma4-moe", False), ("gemma3n", False),
     ],  # all others: benchmarks/parallel_matrix.py
 )
 def test_families_with_parts_of_their_own(name, experts, tmp_path):
-    """Experts, shared experts, latent attention, a norm over all heads: on 2 devices; and equal bits on 8."""
+    """Experts, latent attention, a norm over all heads, unlike layers: on 2 devices; and equal bits on 8."""
     folder = write(name, tmp_path)
     prompts, _ = workload(10, seed=6, longest=60)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
     found = {}
     for deterministic, size in ((False, 1), (False, 2), (True, 1), (True, 8)):
-        if deterministic and name in ("olmo2", "kimi-linear"):  # heads that cannot be cut into 8 parts
+        if deterministic and name in ("olmo2", "kimi-linear", "gemma3n"):  # heads not in 8 parts; a mean of gates
             continue
         options = OPTIONS | {"deterministic": deterministic, "tensor_parallel_size": size, "max_model_len": 128}
         with sampling_programs(SamplerVariant.FULL), LLM(folder, **options, enable_expert_parallel=experts) as llm:
             found[deterministic, size] = answers(llm.generate(prompts, params, use_tqdm=False))
     # Two devices add in another order. An Intel Xeon with AVX-512 gives 1.001e-5 for DeepSeek-V3. Both answers are
-    # within 3.4e-5 of Transformers' (benchmarks/results/parallel_matrix.json).
-    close(found[False, 2], found[False, 1], limit=2e-5)
+    # within 3.4e-5 of Transformers' (benchmarks/results/parallel_matrix.json). Gemma 4 with experts differs by 4.2e-5.
+    close(found[False, 2], found[False, 1], limit=1e-4 if name == "gemma4-moe" else 3e-5)
     if (True, 1) in found:
         assert found[True, 8] == found[True, 1]
 
@@ -337,7 +337,7 @@ def test_the_pairs_of_devices_against_numpy(num_experts, devices):
     [
         *((name, count) for count in (2, 4)
           for name in ("llama-patterns", "llama-embeddings", "qwen3", "mixtral-fused", "qwen2-moe", "gpt2")),
-        ("qwen3.5", 2),
+        ("qwen3.5", 2), ("gemma4", 2), ("gemma4", 4),
     ],
 )  # fmt: skip
 def test_adapters_are_split_like_their_matrices(name, count, tmp_path):

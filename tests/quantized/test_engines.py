@@ -200,6 +200,16 @@ def modelopt_experts() -> Writer:
     return model(config, dict.fromkeys(names, packers.nvfp4(divides=False)), variant)
 
 
+def unlike_layers(name: str, scheme: tuple[str, dict[str, Any], Packer]) -> Writer:
+    """All projections of a model whose layers have unlike keys and values, some of them without values."""
+    form, args, pack = scheme
+    variant = BY_NAME[name]
+    names = [each.removesuffix(".weight") for each in tensor_shapes(variant.config) if each.endswith("_proj.weight")]
+    groups = {"group_0": {"targets": ["Linear"], "format": form, "weights": args}}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    return model(config, dict.fromkeys(names, pack), variant)
+
+
 def fp8(block: list[int] | None, pack: Packer) -> Writer:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
     return model(config, dict.fromkeys(MODULES, pack))
@@ -281,6 +291,9 @@ MORE: dict[str, Writer] = {
     "modelopt blocks": modelopt("FP8_PB_WO", packers.fp8((128, 128), four_axes=True)),
     "modelopt experts": modelopt_experts(),
     "gpt-oss": gpt_oss,
+    "gemma4 in 4 bits": unlike_layers("gemma4", stream(4)),
+    "gemma4 with experts in fp8": unlike_layers("gemma4-moe", FP8["channel"]),
+    "gemma3n in 8 bits": unlike_layers("gemma3n", integers("channel")),
 }
 SLOW = pytest.mark.slow  # each of these compiles an engine, and differs from a row of TABLE in its reader only
 ROWS = [

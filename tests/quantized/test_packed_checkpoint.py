@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -509,6 +510,7 @@ def test_the_source_is_chosen_by_the_method(tmp_path: Path) -> None:
 # (model, matrices that stay dense)
 MODELS = [
     ("llama", ()), ("qwen3.5", ("in_proj_a", "in_proj_b")), ("qwen3-next-dense-layer", ("in_proj_ba",)), ("lfm2", ()),
+    ("gemma4", ()), ("gemma4-moe", ()), ("gemma3n", ()),
 ]  # fmt: skip
 
 
@@ -516,10 +518,11 @@ MODELS = [
 def test_a_packed_model_loads_as_the_dense_model_with_the_same_numbers(
     model: str, kept: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Gates and heads of recurrent layers are where those of a dense checkpoint are."""
+    """Heads of recurrent layers, and layers without values, are as in a dense checkpoint. So are other projections."""
     write_checkpoint(BY_NAME[model], 0, tmp_path)
     tensors, dense = tensors_of(tmp_path), {}
-    for name in [n for n in tensors if "_proj.weight" in n and n.split(".")[-2] not in kept]:
+    packed = re.compile(r".*(_proj|_projection|_input_gate|linear_left|linear_right)\.weight")
+    for name in [n for n in tensors if packed.fullmatch(n) and n.split(".")[-2] not in kept]:
         codes = (tensors.pop(name) * 16).astype(ml_dtypes.float8_e4m3fn)
         scale = np.float32(1 / 16)
         tensors |= {name: codes, name + "_scale": scale.reshape(1), name.replace("weight", "input_scale"): scale}
@@ -528,7 +531,7 @@ def test_a_packed_model_loads_as_the_dense_model_with_the_same_numbers(
     config = {"quant_method": "fp8", "activation_scheme": "static"}
     for folder, changes, contents in (
         ("packed", {"quantization_config": config}, tensors),
-        ("dense", {}, {n: a for n, a in tensors.items() if not n.endswith("_scale")} | dense),
+        ("dense", {}, {n: a for n, a in tensors.items() if not n.endswith(("weight_scale", "input_scale"))} | dense),
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(values | changes))

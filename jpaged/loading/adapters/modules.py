@@ -17,7 +17,7 @@ from jpaged.models.families.base import Family, LeafTensors, NamedRule, Part, Te
 from jpaged.models.spec import DecoderSpec, param_shapes
 
 _WEIGHT = ".weight"
-_FUSED_PATH = re.compile(r".*\.(\d{1,9})\.(?:mlp|block_sparse_moe)\.experts")
+_FUSED_PATH = re.compile(r".*\.(\d{1,9})\.(?:(?:mlp|block_sparse_moe)\.)?experts")
 _EXPERTS = re.compile(r"(.+\.experts)\.(?:\{expert\}\..+|gate_up_proj|down_proj)")
 _FUSED = {"expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}  # the parameter's name in Transformers
 # Index of A for each part of a leaf. A whole fused leaf has the same A for all its parts.
@@ -66,9 +66,11 @@ class Modules:
 
     def __init__(self, family: Family, spec: DecoderSpec):
         self._family, self.spec = family, spec
-        self.targets = {target.leaf: target for target in adapter_targets(spec)}
+        targets = adapter_targets(spec)
+        self._leaves = tuple(dict.fromkeys(target.leaf for target in targets))
+        self._targets = {(target.leaf, layer): target for target in targets for layer in target.layers}
         tree = param_shapes(spec, np.float32)
-        if "lm_head" in self.targets:  # absent from the tree of tied embeddings
+        if "lm_head" in self._leaves:  # absent from the tree of tied embeddings
             tree["lm_head"] = tree["embed"]
         self._named: dict[str, tuple[LeafTensors, NamedRule]] = {}
         self._fused: dict[str, int] = {}  # module with all experts of a layer
@@ -83,7 +85,7 @@ class Modules:
                     for fused in (path, path.replace(".block_sparse_moe.", ".mlp.")):  # Mixtral's name since 5.0
                         self._fused[fused] = leaf.layer
         self._shapes = tree
-        rules = (rule for rule in family.rules if rule.leaf in self.targets and not rule.leaf.startswith("expert_"))
+        rules = (rule for rule in family.rules if rule.leaf in self._leaves and not rule.leaf.startswith("expert_"))
         self._ends = {end for rule in rules for end in ends_of(rule.name.removesuffix(_WEIGHT))}
 
     def find(self, path: str, label: str) -> Module:
@@ -127,8 +129,8 @@ class Modules:
         return end in self._ends
 
     def _module(self, leaf: LeafTensors, tensor: NamedRule, label: str) -> Module:
-        if leaf.leaf not in self.targets:
-            kinds = ", ".join(self.targets)
+        if leaf.leaf not in self._leaves:
+            kinds = ", ".join(self._leaves)
             raise ModelLoadError(
                 f"{label}: jpaged cannot adapt {leaf.leaf}; it can adapt {kinds}: train without this module in "
                 "target_modules"
@@ -136,20 +138,19 @@ class Modules:
         tree = self._shapes if leaf.layer is None else self._shapes["layers"][leaf.layer]
         shape = tree[leaf.leaf].shape
         rule = dataclasses.replace(tensor.rule, transposed=False)  # B is [out, rank] for a weight [in, out], too
-        return Module(
-            self.targets[leaf.leaf], rule, leaf.layer, tensor.expert, shape if tensor.expert is None else shape[1:]
-        )
+        target = self._targets[leaf.leaf, leaf.layer or 0]
+        return Module(target, rule, leaf.layer, tensor.expert, shape if tensor.expert is None else shape[1:])
 
     def _experts(self, leaf: str, layer: int) -> Module:
         rules = [rule for rule in self._family.rules if rule.leaf == leaf]
         parts = tuple(part for rule in rules for part in rule.parts)
         rule = TensorRule(rules[0].name, leaf, parts)
         shape = self._shapes["layers"][layer][leaf].shape
-        return Module(self.targets[leaf], rule, layer, None, shape[1:], all_experts=True)
+        return Module(self._targets[leaf, layer], rule, layer, None, shape[1:], all_experts=True)
 
     def _unknown(self, path: str) -> str:
         """Why a path is unknown: a number beyond the model's, or a name that the model does not have."""
-        known = [rule for rule in self._family.rules if rule.leaf in self.targets and rule.name.endswith(_WEIGHT)]
+        known = [rule for rule in self._family.rules if rule.leaf in self._leaves and rule.name.endswith(_WEIGHT)]
         for rule in known:
             match = _expression(rule).fullmatch(path) or _expression(rule).fullmatch(self._family.prefix + path)
             if match is not None:

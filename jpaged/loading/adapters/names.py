@@ -2,7 +2,7 @@
 
 A module has PATH.lora_A.weight [rank, in] and PATH.lora_B.weight [out, rank]. The embedding has PATH.lora_embedding_A
 [rank, vocab] and PATH.lora_embedding_B [width, rank]. PATH starts with "base_model.model.". State dictionaries have
-the adapter's name, too: PATH.lora_A.NAME.weight.
+the adapter's name, too: PATH.lora_A.NAME.weight. An adapter of a multimodal model has the prefixes of its text model.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 
 from jpaged.errors import ModelLoadError
+from jpaged.models.families.wrappers import TEXT_PREFIXES
 
 _PEFT = "base_model.model."
 _LINEAR = re.compile(r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
@@ -45,12 +46,20 @@ class AdapterNames:
     others: tuple[tuple[str, str], ...]  # (name without "base_model.model.", tensor)
 
 
+def _in_text_model(name: str) -> str:
+    """The name in the text model of a wrapper's tensor; other names unchanged."""
+    for stored, known in TEXT_PREFIXES:
+        if name.startswith(stored):
+            return known + name.removeprefix(stored)
+    return name
+
+
 def pair_names(names: Iterable[str], label: str) -> AdapterNames:
     """Pair the tensors. Raises ModelLoadError for an A without B, for two As of a module, and for other methods."""
     found: dict[tuple[str, bool], dict[str, str]] = {}
     copies, others = [], []
     for name in names:
-        short = name.removeprefix(_PEFT)
+        short = _in_text_model(name.removeprefix(_PEFT))
         for mark, reason in _UNSUPPORTED:
             if mark in name:
                 raise ModelLoadError(f"{label}: tensor {name}: {reason}")

@@ -174,19 +174,19 @@ def _read(tensors: _Tensors, config: AdapterConfig, modules: Modules, layout: We
         raise ModelLoadError(f"{tensors.label} has no tensors of LoRA (….lora_A.weight): it is not an adapter")
     loras = [_checked(pair, tensors, config, modules, limits.max_rank) for pair in names.pairs]
     _check_complete(names.pairs, loras, tensors.label, config, modules)
-    by_leaf: dict[str, list[LoraModule]] = {}
+    by_target: dict[str, list[LoraModule]] = {}
     for lora in loras:
-        by_leaf.setdefault(lora.module.target.leaf, []).append(lora)
+        by_target.setdefault(lora.module.target.name, []).append(lora)
     matrices = {}
-    for leaf, of_leaf in by_leaf.items():
-        host = LeafArrays(modules.targets[leaf], max(lora.rank for lora in of_leaf), limits.dtype)
-        for lora in of_leaf:
+    for name, of_target in by_target.items():
+        host = LeafArrays(of_target[0].module.target, max(lora.rank for lora in of_target), limits.dtype)
+        for lora in of_target:
             if host.is_filled(lora.module):
                 raise ModelLoadError(f"{tensors.label}: tensor {lora.a}: the adapter has this matrix twice")
             host.store(lora, _finite(lora.a, tensors, limits.dtype), _finite(lora.b, tensors, limits.dtype))
             tensors.release(lora.a)
             tensors.release(lora.b)
-        matrices[leaf] = host.matrix()
+        matrices[name] = host.matrix()
     return Adapter(in_layout(matrices, modules.spec, layout), num_tensors=2 * len(loras))
 
 

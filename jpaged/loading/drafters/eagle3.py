@@ -146,6 +146,11 @@ def _head_spec(
     states = reader.integer("target_hidden_size", default=hidden)
     check_hidden_size(folder, states, target, key)
     check_vocab_size(folder, layer.vocab_size, target)
+    if target.layer_kv:
+        raise ModelLoadError(
+            f"{MODEL}: {folder} is an EAGLE-3 head, and the model's layers have unlike keys and values, whose hidden "
+            "states no head reads yet: use a draft model, or method 'ngram' or 'suffix'"
+        )
     drafts = reader.integer("draft_vocab_size", default=layer.vocab_size)
     if EMBED not in parts and hidden != target.hidden_size:
         raise ModelLoadError(

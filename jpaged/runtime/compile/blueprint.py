@@ -495,9 +495,9 @@ class FittedBuild:
         if drafter is None:
             raise EngineError("the engine has no drafter on the device")
         layers, dtype = drafter.layer_spec, _dtype(drafter.params)
-        call = _attention_call(layers, dtype, limits, KVFormat(dtype))
+        calls = _attention_calls(layers, dtype, limits, KVFormat(dtype))
         # no start compares a drafter's attention with its reference, and Mosaic GPU's prefill needs that
-        names = [name for name in usable_implementations(placement.device, *call) if name != "mosaic_prefill"]
+        names = [name for name in _usable(placement, calls) if name != "mosaic_prefill"]
         common: dict[str, Any] = {
             "columns": TableColumns.of(limits.kv_groups, limits.width), "layout": drafter.layout,
             "implementation": names[0],

@@ -109,13 +109,16 @@ def draft_state_shapes(
     def array(dtype: np.dtype | type, *shape: int) -> Any:  # takes the place of a jax.Array in the state
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding)
 
-    page = (kv_format or KVFormat(dtype)).page_shapes(spec, sizes.block_size, sizes.num_blocks, sharding)
+    pages = [
+        (kv_format or KVFormat(dtype)).page_shapes(own, sizes.block_size, num_blocks, sharding)
+        for own, num_blocks in _layers(spec, sizes.num_blocks)
+    ]
     return DraftState(
-        page_arrays=((page.data, page.scales),) * spec.num_layers,
+        page_arrays=page_arrays_of(tuple(pages)),
         tail=None if sizes.is_head else array(np.int32, sizes.rows, 2),
         hidden=array(dtype, sizes.rows, spec.hidden_size) if sizes.is_head else None,
         progress=array(np.int32, sizes.rows, 2) if sizes.is_head else None,
-        page_v_dim=page.v_dim,
+        page_v_dim=pages[0].v_dim,
     )
 
 
@@ -123,10 +126,10 @@ def create_draft_state(
     spec: DecoderSpec, sizes: DraftSizes, *, dtype: np.dtype, placement: Placement, kv_format: KVFormat | None = None,
 ) -> DraftState:  # fmt: skip
     """Allocate a state on the device, filled with zeros. Arguments as in `draft_state_shapes`."""
-    every_layer = group_layers((None,) * spec.num_layers, spec.max_position)  # one page array per layer
-    pages = (kv_format or KVFormat(dtype)).create_pages(
-        spec, every_layer, sizes.block_size, sizes.num_blocks, placement.sharding
-    )
+    one_layer, made = group_layers((None,), spec.max_position), kv_format or KVFormat(dtype)
+    pages: list[KVPages] = []
+    for own, num_blocks in _layers(spec, sizes.num_blocks):
+        pages += made.create_pages(own, one_layer, sizes.block_size, num_blocks, placement.sharding)
     shapes = draft_state_shapes(spec, sizes, dtype=dtype).replace(page_arrays=())
     rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=placement.sharding), shapes)
     return rest.replace(page_arrays=page_arrays_of(tuple(pages)))
@@ -134,8 +137,16 @@ def create_draft_state(
 
 def draft_block_bytes(spec: DecoderSpec, block_size: int, kv_format: KVFormat) -> int:
     """Bytes of one block in all page arrays of a drafter. The memory plan adds them to the target's `block_bytes`."""
-    page = kv_format.page_shapes(spec, block_size)
-    return spec.num_layers * sum(_bytes(array) for array in (page.data, page.scales) if array is not None)
+    pages = (kv_format.page_shapes(own, block_size) for own, num_blocks in _layers(spec, 2) if num_blocks > 1)
+    return sum(_bytes(array) for page in pages for array in (page.data, page.scales) if array is not None)
+
+
+def _layers(spec: DecoderSpec, num_blocks: int) -> list[tuple[DecoderSpec, int]]:
+    """Spec and number of blocks of each layer's pages. A layer that reads another one's KV has a page that is unused.
+    """
+    return [
+        (spec.of_layer(i), num_blocks if spec.kv_of(i).source is None else 1) for i in range(spec.num_layers)
+    ]
 
 
 def draft_table_bytes(spec: DecoderSpec, rows: int, dtype: np.dtype, *, is_head: bool) -> int:

@@ -11,10 +11,9 @@ from jpaged.models.spec import DecoderSpec, Indexer
 NOT_WITH_STATE = (
     "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "prefill_engines", "kv_handover",
 )  # fmt: skip
-# Options that split, adapt or hand over arrays of layers as if all layers had the same
+# Options that split the layers or hand over their pages as if all layers had the same
 NOT_WITH_UNLIKE_LAYERS = (
-    "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "deterministic",
-    "speculative_config", "enable_lora", "prefill_engines", "kv_handover",
+    "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "prefill_engines", "kv_handover",
 )  # fmt: skip
 # Options that split, adapt, hand over or take back arrays of DeepSeek V4's layers, or store them in 8 bits
 NOT_WITH_COMPRESSED = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jpaged.models.experts import row_sum
+from jpaged.models.layers import row_sum
 
 # Largest block of two-level searches, in ids. `_block` may choose a smaller one that divides the vocabulary.
 BLOCK = 512

@@ -118,18 +118,29 @@ class PagedAttend:
     ) -> tuple[Float[Array, "tokens heads head_dim"], KVPages]:
         """`__call__` for a model whose layers have unlike KV. The layer may read the pages of an earlier layer."""
         assert options.kv_heads is not None
+        heads = options.kv_heads // self.shards.count  # of this device
         if projection.has_keys:
             q, k, v = projection.finish()
-            own = pages.in_shape(options.kv_heads, q.shape[2])
+            own = pages_of_layer(pages, heads, q.shape[2])
             own = write_kv(own, k, v, metadata.slots, implementation=matching_write(self.implementation))
         else:
             q = projection.finish_queries()
-            own = pages.in_shape(options.kv_heads, q.shape[2])
+            own = pages_of_layer(pages, heads, q.shape[2])
         out = paged_attention(
             q, own, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, scale=options.scale,
             max_query_len=self.max_query_len, sliding_window=options.window, implementation=self.implementation,
         )  # fmt: skip
-        return out, own.in_whole()
+        return out, own if own.whole is None else dataclasses.replace(pages, data=own.whole)
+
+
+def pages_of_layer(pages: KVPages, num_kv_heads: int, head_dim: int) -> KVPages:
+    """The pages as those of a layer with these heads: `KVPages.in_shape`, also for fp8 pages with equal scales."""
+    if (pages.num_kv_heads, pages.head_dim) == (num_kv_heads, head_dim):
+        return pages
+    view = dataclasses.replace(pages, scales=None).in_shape(num_kv_heads, head_dim)
+    if pages.scales is None:
+        return view
+    return dataclasses.replace(view, scales=jnp.broadcast_to(pages.scales[:, :1], (2, num_kv_heads)))
 
 
 def forward(
