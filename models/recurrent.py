@@ -10,7 +10,7 @@ slots of its rows, in place.
 
 A step with drafts does not write states (`StateRows.writes`). It returns the inputs of its tokens. When the accepted
 drafts are known, `advance` computes the states from the inputs of the kept tokens. `mamba2` has the three parts of
-Mamba-2, and `kimi_delta` the first and the last of Kimi Linear.
+Mamba-2.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jpaged.models.kimi_delta import kimi_inputs, kimi_output
 from jpaged.models.layers import rms_of_groups
 from jpaged.models.linear import LayerContext, linear, linear_with_bias
 from jpaged.models.mamba2 import advance_mamba2, mamba2_inputs, mamba2_output
@@ -81,7 +80,7 @@ def token_inputs(
     """Inputs of the state for each token, and gates of the output."""
     match recurrence:
         case KimiDelta():
-            return kimi_inputs(recurrence, x, context)
+            return _kimi_inputs(recurrence, x, context)
         case GatedDelta():
             return _delta_inputs(recurrence, x, context)
         case ShortConv():
@@ -115,7 +114,7 @@ def _output(
     """Gate the outputs of `advance`, and multiply them with the output matrix."""
     match recurrence:
         case KimiDelta():
-            return kimi_output(mixed, gate, context)
+            return _kimi_output(mixed, gate, context)
         case GatedDelta():
             out = _gated_norm(mixed, gate.reshape(mixed.shape), context)
             return linear_with_bias("delta_o", out.reshape(out.shape[0], -1), context)
@@ -173,3 +172,37 @@ def _gated_norm(
     """RMS norm over each head, times silu(gate). The norm is rounded to x's dtype before the gate, as in Qwen3-Next."""
     y = rms_of_groups(x, context.params["delta_norm"], context).astype(jnp.float32)
     return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+# -- Kimi Delta Attention (arXiv:2510.26692) ------------------------------------------------------------------------
+# Decays and output gates have matrices of low rank. The norm of the output has a sigmoid gate, not SiLU.
+
+
+def _kimi_inputs(
+    delta: KimiDelta, x: Float[Array, "tokens hidden"], context: LayerContext
+) -> tuple[tuple[Array, ...], Float[Array, "tokens heads head_dim"]]:
+    """`token_inputs`: input of the convolution, decays and beta; gates."""
+    params, tokens, head_dim = context.params, x.shape[0], delta.head_dim
+    mixed = linear("delta_qkv", x, context)
+    compressed = linear("delta_low", x, context)
+    forget = linear("delta_forget", compressed[:, :head_dim], context, dtype=jnp.float32)
+    gate = linear("delta_gate", compressed[:, head_dim:], context).reshape(tokens, -1, head_dim)
+    # these three are whole on every device: a device's part would be too small for whole tiles
+    beta = jax.nn.sigmoid(linear("delta_beta", x, context, dtype=jnp.float32))
+    rate, bias = -jnp.exp(params["delta_a_log"]), params["delta_dt_bias"]
+    if context.shards.count > 1:
+        heads = gate.shape[1]
+        first = context.shards.first(heads)
+        beta = lax.dynamic_slice_in_dim(beta, first, heads, axis=1)
+        rate, bias = (lax.dynamic_slice_in_dim(each, first, heads, axis=0) for each in (rate, bias))
+    decay = rate[:, None] * jax.nn.softplus(forget.reshape(gate.shape) + bias)
+    return (mixed, decay, beta), gate
+
+
+def _kimi_output(
+    mixed: Float[Array, "tokens heads head_dim"], gate: Float[Array, "tokens heads head_dim"], context: LayerContext
+) -> Float[Array, "tokens hidden"]:
+    """Norm over each head, gate, and the output matrix. Norm and gate are in float32."""
+    weight = context.params["delta_norm"].astype(jnp.float32)
+    y = rms_of_groups(mixed.astype(jnp.float32), weight, context) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return linear_with_bias("delta_o", y.astype(mixed.dtype).reshape(mixed.shape[0], -1), context)

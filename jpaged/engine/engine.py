@@ -231,8 +231,9 @@ class Engine:
         """End all requests and raise StepError if no step can run with the weights."""
         if self._outputs.request_groups and (problem := self.runner.weights_problem()) is not None:
             self.pipeline.drop()
-            cause = NoWeightsError(problem)
-            raise StepError(self._outputs.fail_all(), cause) from cause
+            failed, cause = self._outputs.fail_all(), NoWeightsError(problem)
+            self._forget_kv()  # a dropped step may have failed; and no request of later weights can use it
+            raise StepError(failed, cause) from cause
 
     def _turn(self) -> CollectedStep | None:
         """Schedule and dispatch a step, and collect the step before it."""
@@ -292,9 +293,13 @@ class Engine:
         """End all requests that a failed step may have affected. Returns their ids."""
         self.pipeline.drop()
         failed = self._outputs.fail_touched()
+        self._forget_kv()
+        return failed
+
+    def _forget_kv(self) -> None:
+        """Note that the device may have lost its state."""
         self._manager.pool.forget_all()
         self.scheduler.note_kv_lost()
-        return failed
 
     # -- handing KV over ----------------------------------------------------------------------------------------
 

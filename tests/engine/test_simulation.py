@@ -112,5 +112,20 @@ class TestWeightsLonger(WeightsMachine.TestCase):
     settings = settings(max_examples=150, stateful_step_count=40)
 
 
+def test_no_name_lies_when_weights_are_deleted_and_the_step_in_flight_fails() -> None:
+    """Found by TestWeightsLonger: a step that is dropped and has failed has lost the pages."""
+    machine = WeightsMachine()
+    machine.setup(
+        block_size=1, windows=(None,), model_len=4, longrope_switch_len=None, extra_blocks=0, rows=1, stages=1,
+        extra_budget=5, caching=True, host_slots=0, costs=None, policy="fcfs", partial=1, target_ms=None,
+        failures=frozenset([("dispatch", 0), ("collect", 2)]), crowd=0,
+    )  # fmt: skip
+    machine.abort_all_and_update()
+    machine.update_and_ask_again(count=4)
+    assert machine.engine.pipeline.has_steps
+    machine.lose_weights(deleted=True)
+    machine.sound()
+
+
 # hypothesis shrinks a failing example for up to 300 s: the usual timeout would end the process before it is printed
 pytestmark = pytest.mark.timeout(900)

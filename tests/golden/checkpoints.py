@@ -97,7 +97,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], fp8: frozenset
 _LAST_NORMS = (
     "model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight",
     "gpt_neox.final_layer_norm.weight", "model.embedding_norm.weight", "backbone.norm_f.weight",
-    "model.final_layernorm.weight", "norm.weight",
+    "model.final_layernorm.weight",
 )  # fmt: skip
 
 

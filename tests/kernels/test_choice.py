@@ -63,7 +63,8 @@ def test_self_check_detects_a_wrong_write(monkeypatch):
         self_check(implementation="triton", dtype=jnp.float32, head_dim=8, q_heads=4)  # a shape not traced before
 
 
-@pytest.mark.parametrize("key_dim", [pytest.param(None, marks=pytest.mark.slow), 24], ids=["dense", "sparse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("key_dim", [None, 24], ids=["dense", "sparse"])
 def test_self_check_takes_latent_pages(key_dim):
     """Dense, and with a row for each token, whose keys are blocks of one token."""
     options = {"head_dim": 40, "v_dim": 16, "key_dim": key_dim, "q_heads": 4, "kv_heads": 1, "dtype": jnp.float32}

@@ -38,21 +38,24 @@ LONG = Shape(kv_heads=4, block_size=32, tokens=0, rows=7)
 def test_smaller_layers_have_parts_of_pages(stored, own):
     """Written and read in parts of larger pages: the results of pages of their own. Other parts do not change."""
     rng, (blocks, size, tokens) = np.random.default_rng(0), (6, 8, 24)
-    whole = KVPages(jnp.full((blocks, 2, stored[0], size, stored[1]), 7.0))
+    whole = KVPages(jnp.asarray(np.full((blocks, 2, stored[0], size, stored[1]), 7, np.float32)))
     parts = whole.in_shape(*own)
-    apart = KVPages.create(parts.num_blocks, size, *own, jnp.float32)
-    k, v = (jnp.asarray(rng.standard_normal((tokens, *own)), jnp.float32) for _ in range(2))
-    q = jnp.asarray(rng.standard_normal((1, *own)), jnp.float32)
-    tables = jnp.asarray([[7, 2, 5]], jnp.int32)
-    slots = (tables[0][:, None] * size + jnp.arange(size)).reshape(-1)
-    rows = (tables, jnp.asarray([tokens], jnp.int32), jnp.asarray([0, 1], jnp.int32))
+    apart = KVPages(jnp.asarray(np.zeros((parts.num_blocks, 2, own[0], size, own[1]), np.float32)))
+    k, v = (rng.standard_normal((tokens, *own)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((1, *own)).astype(np.float32)
+    tables = np.array([[7, 2, 5]], np.int32)
+    slots = (tables[0][:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+    rows = (tables, np.array([tokens], np.int32), np.array([0, 1], np.int32))
 
     @functools.partial(jax.jit, static_argnames=("write", "attend"))
-    def run(pages, write, attend):
+    def run(pages, given, write, attend):
+        q, k, v, slots, *rows = given
         pages = write_kv(pages, k, v, slots, implementation=write)
         return pages, paged_attention(q, pages, *rows, scale=0.1, max_query_len=1, implementation=attend)
 
-    (parts, out), (_, expected_out) = run(parts, "mosaic_tpu", "mosaic_tpu"), run(apart, "xla", "reference")
+    given = q, k, v, slots, *rows
+    parts, out = run(parts, given, "mosaic_tpu", "mosaic_tpu")
+    _, expected_out = run(apart, given, "xla", "reference")
     np.testing.assert_allclose(out, expected_out, atol=2e-6, rtol=0)
     written = np.asarray(parts.in_whole().data)
     assert (written != 7).sum() == 2 * k.size

@@ -121,7 +121,10 @@ def test_write_qkv_for_tpu_is_the_reference_and_its_write():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=[pytest.mark.slow] * (d not in ("float32", "int8")))
+              for d in ("float32", "bfloat16", "int8", "float8_e4m3fn")],
+)  # fmt: skip
 def test_blocks_move_and_copy(dtype):
     rng = np.random.default_rng(0)
     data = rng.standard_normal((6, 2, 2, 8, 4)).astype(np.float32)
@@ -242,9 +245,10 @@ def test_write_kv_names_wrong_arguments():
 
 def test_triton_writes_latent_pages():
     rng = np.random.default_rng(0)
-    pages, k = KVPages.create(5, 8, 1, 40, jnp.bfloat16, v_dim=32), rng.standard_normal((6, 1, 40)).astype(np.float32)
-    arrays = pages, jnp.asarray(k), None, jnp.asarray(SLOTS)
-    np.testing.assert_array_equal(*(write_kv(*arrays, implementation=name).data for name in ("triton", "xla")))
+    data, k = np.zeros((5, 1, 1, 8, 40), jnp.bfloat16), rng.standard_normal((6, 1, 40)).astype(np.float32)
+    write = jax.jit(write_kv, static_argnames="implementation")
+    given = KVPages(jnp.asarray(data), v_dim=32), k, None, np.array(SLOTS, np.int32)
+    np.testing.assert_array_equal(*(write(*given, implementation=name).data for name in ("triton", "xla")))
 
 
 @pytest.mark.parametrize(
