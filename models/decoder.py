@@ -416,10 +416,11 @@ def _embed(
     token_types: Int[Array, " tokens"] | None = None,
 ) -> Float[Array, "tokens hidden"]:  # fmt: skip
     spec, params = context.spec, context.params
-    x = take_rows("embed", token_ids, context, in_loop=in_loop)
-    if adapter_slots is not None:
+    if adapter_slots is None:
+        x = take_rows("embed", token_ids, context, in_loop=in_loop, scale=spec.embed_scale)
+    else:
+        x = take_rows("embed", token_ids, context, in_loop=in_loop)
         x = with_embedding_adapters(x, token_ids, params["adapters"][EMBED], adapter_slots, context.num_rows)
-    if spec.embed_scale != 1:
         x *= jnp.asarray(spec.embed_scale, x.dtype)
     if "project_in" in params:
         x = linear("project_in", x, context)

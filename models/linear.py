@@ -132,18 +132,25 @@ def products(name: str, x: Float[Array, "rows in"], context: LayerContext) -> li
 
 
 def take_rows(
-    name: str, indices: Int[Array, " tokens"], context: LayerContext, *, in_loop: bool = False
+    name: str, indices: Int[Array, " tokens"], context: LayerContext, *, in_loop: bool = False, scale: float = 1
 ) -> Float[Array, "tokens width"]:
-    """Rows of the matrix `name` at these indices: an embedding. Indices out of range are clipped.
+    """Rows of the matrix `name` at these indices, times `scale`: an embedding. Indices out of range are clipped.
 
     in_loop: the program takes rows in a loop. Then use `gather_rows` for the first `context.num_rows` indices.
     """
     weight, shards = context.params[name], context.shards
+
+    def scaled(rows: Array) -> Array:
+        return rows if scale == 1 else rows * jnp.asarray(scale, rows.dtype)
+
     if in_loop and shards.count == 1 and not isinstance(weight, QuantizedWeight):
-        return gather_rows(weight, indices, len(indices) if context.num_rows is None else context.num_rows)
+        return scaled(gather_rows(weight, indices, len(indices) if context.num_rows is None else context.num_rows))
     if shards.count > 1:
         indices -= shards.first(weight.shape[0])
     rows = weight.rows(indices) if isinstance(weight, QuantizedWeight) else jnp.take(weight, indices, 0, mode="clip")
+    # Before devices exchange rows. After it, XLA for CPU would move the product next to the residual's sum, and round
+    # another one of the two products there (a fused multiply-add) than it does on one device.
+    rows = scaled(rows)
     if shards.count == 1:
         return rows
     is_here = (indices >= 0) & (indices < weight.shape[0])
