@@ -350,7 +350,12 @@ def test_drafts_change_no_bit_and_the_next_turn_is_found(runner):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "spec", [HYBRID, WITH_WINDOW, SHORT_CONV, *(BY_KIND[kind] for kind in ("mamba", "side by side", "kimi delta"))],
+    "spec",
+    [
+        HYBRID, WITH_WINDOW, SHORT_CONV, pytest.param(BY_KIND["mamba"], marks=pytest.mark.soak),
+        BY_KIND["side by side"],  # Mamba-2 and attention in a layer
+        BY_KIND["kimi delta"],
+    ],
     ids=["full", "window", "convolutions", "mamba", "side by side", "kimi delta"],
 )  # fmt: skip
 def test_drafts_with_samples_preemption_and_the_host_tier(runner, spec):

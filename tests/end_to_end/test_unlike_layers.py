@@ -127,8 +127,12 @@ def test_pages_of_a_draft_model_have_the_sizes_of_its_layers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "draft"), [("gemma4", "gemma4"), ("gemma3n", "gemma3n"), ("gemma4-moe", "gemma4"), ("llama", "gemma4")]
-)
+    ("name", "draft"),
+    [
+        pytest.param("gemma4", "gemma4", marks=pytest.mark.soak), ("gemma3n", "gemma3n"), ("gemma4-moe", "gemma4"),
+        ("llama", "gemma4"),
+    ],
+)  # fmt: skip
 def test_drafts_of_a_model_with_unlike_layers_change_no_bit(name, draft, tmp_path):
     """A model that drafts for itself is always right, so its drafts have the model's own keys and values."""
     for each in {name, draft}:
