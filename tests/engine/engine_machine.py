@@ -292,6 +292,8 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             for output in self.engine.flush():
                 self.judge(output)
+            if self.engine.pipeline.failure is not None:  # it had outputs to return, so the next call raises
+                self.engine.flush()
         except StepError as error:
             self.end_failed(error)
 
