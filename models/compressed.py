@@ -23,7 +23,7 @@ from jpaged.models import hyper
 from jpaged.models.compressed_spec import Compressed, Entries
 from jpaged.models.experts import sparse_feed_forward
 from jpaged.models.indexer import IndexQueries, best_positions
-from jpaged.models.layers import normalise, rms_of_groups
+from jpaged.models.layers import normalise, normalise_heads
 from jpaged.models.linear import LayerContext, linear, linear_per_head
 from jpaged.models.rope import rope_angles
 from jpaged.models.spec import DecoderSpec, Params
@@ -85,7 +85,7 @@ def _project(kind: Compressed, x: Float[Array, "tokens hidden"], context: LayerC
     params, tokens, spec = context.params, x.shape[0], context.spec
     source = normalise("query_norm", linear("q_a", x, context), context)
     q = linear("q_b", source, context).reshape(tokens, kind.heads, kind.head_dim)
-    q = rotated(rms_of_groups(q, jnp.ones(kind.head_dim, q.dtype), context), context.cos, context.sin)
+    q = rotated(normalise_heads(q, None, context), context.cos, context.sin)
     k = normalise("kv_norm", linear("kv", x, context), context)[:, None]
     k, index = rotated(k, context.cos, context.sin), None
     inputs: list[Array] = []

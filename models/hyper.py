@@ -18,9 +18,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jpaged.models.compressed_spec import HyperConnections
-from jpaged.models.experts import row_max, row_sum
+from jpaged.models.experts import row_max
+from jpaged.models.layers import normalise_heads, row_sum
 from jpaged.models.linear import LayerContext, linear
-from pallas_kernels import rms_norm, rms_norm_rows
 
 _MIN_OUTPUTS = 8  # of a matmul. With fewer, XLA for CPU gives other bits
 
@@ -78,11 +78,7 @@ def _weights(
 ) -> Float[Array, "tokens outputs"]:
     """float32 product of all streams, normalised together without weights, and the matrix `name`."""
     flat = jnp.concatenate(list(x), axis=1).astype(jnp.float32)
-    ones, eps = jnp.ones(flat.shape[1], jnp.float32), context.spec.norm_eps
-    if context.num_rows is None:
-        normed = rms_norm(flat, ones, eps)
-    else:
-        normed = rms_norm_rows(flat, ones, eps, context.num_rows)
+    normed = normalise_heads(flat[:, None], None, context)[:, 0]
     return linear(name, normed, context, dtype=jnp.float32, min_outputs=_MIN_OUTPUTS)
 
 

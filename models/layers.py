@@ -55,19 +55,6 @@ def layer_norm(
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def rms_of_groups(
-    x: Float[Array, "tokens groups width"], weight: Float[Array, " width"], context: LayerContext
-) -> Float[Array, "tokens groups width"]:
-    """RMS norm over each group of a token. On CPU a token's bits depend on no other token when serving.
-
-    With XLA's mean they would depend on the number of tokens.
-    """
-    if context.num_rows is None:
-        return rms_norm(x, weight, context.spec.norm_eps)
-    rows = x.reshape(-1, x.shape[2])
-    return rms_norm_rows(rows, weight, context.spec.norm_eps, context.num_rows * x.shape[1]).reshape(x.shape)
-
-
 def normalise_split(name: str, x: Float[Array, "rows width"], context: LayerContext) -> Float[Array, "rows width"]:
     """`normalise` for a last axis that is split over devices. RMS norms only."""
     shards, spec = context.shards, context.spec
@@ -119,7 +106,7 @@ def takes_gated_dot(spec: DecoderSpec, layout: WeightLayout, leaves: Container[s
 def normalise_heads(
     x: Float[Array, "tokens heads dim"], weight: Float[Array, " dim"] | None, context: LayerContext
 ) -> Float[Array, "tokens heads dim"]:
-    """RMS norm of each head. weight: None = 1.
+    """RMS norm of each head, or of each group of a token's numbers. weight: None = 1.
 
     When serving, heads are rows of a kernel. XLA's norm on CPU has other bits with other numbers of tokens and heads.
     """

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jpaged.models.layers import rms_of_groups, scaled
+from jpaged.models.layers import normalise_heads, scaled
 from jpaged.models.linear import LayerContext, add, linear, linear_with_bias
 from jpaged.models.recurrent_spec import GateNorm, Mamba2
 from jpaged.models.spec import Params
@@ -75,7 +75,7 @@ def _gated(
         y *= gates
     if mamba.gate_norm is not GateNorm.NONE:
         grouped = y.reshape(x.shape[0], mamba.groups, -1)
-        y = rms_of_groups(grouped, jnp.ones(grouped.shape[2], jnp.float32), context).reshape(x.shape)
+        y = normalise_heads(grouped, None, context).reshape(x.shape)
         y *= context.params["mamba_norm"].astype(jnp.float32)
     if mamba.gate_norm is GateNorm.BEFORE:
         y *= gates

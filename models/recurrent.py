@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jpaged.models.layers import rms_of_groups
+from jpaged.models.layers import normalise_heads
 from jpaged.models.linear import LayerContext, linear, linear_with_bias
 from jpaged.models.mamba2 import advance_mamba2, mamba2_inputs, mamba2_output
 from jpaged.models.recurrent_spec import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
@@ -170,7 +170,7 @@ def _gated_norm(
     x: Float[Array, "tokens heads head_dim"], gate: Float[Array, "tokens heads head_dim"], context: LayerContext
 ) -> Float[Array, "tokens heads head_dim"]:
     """RMS norm over each head, times silu(gate). The norm is rounded to x's dtype before the gate, as in Qwen3-Next."""
-    y = rms_of_groups(x, context.params["delta_norm"], context).astype(jnp.float32)
+    y = normalise_heads(x, context.params["delta_norm"], context).astype(jnp.float32)
     return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 
 
@@ -204,5 +204,5 @@ def _kimi_output(
 ) -> Float[Array, "tokens hidden"]:
     """Norm over each head, gate, and the output matrix. Norm and gate are in float32."""
     weight = context.params["delta_norm"].astype(jnp.float32)
-    y = rms_of_groups(mixed.astype(jnp.float32), weight, context) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    y = normalise_heads(mixed.astype(jnp.float32), weight, context) * jax.nn.sigmoid(gate.astype(jnp.float32))
     return linear_with_bias("delta_o", y.astype(mixed.dtype).reshape(mixed.shape[0], -1), context)
