@@ -13,6 +13,7 @@ Layers may share a choice (`Indexer.layers`). `ChosenPages` hands it to the next
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -111,6 +112,55 @@ def best_positions(
     # Unseen keys come after seen ones, so they are chosen last even if a seen one has the score -inf
     _, chosen = lax.top_k(jnp.where(seen, scores, -jnp.inf), min(top_k, keys))
     return jnp.sort(jnp.where(chosen <= positions[:, None], chosen, keys), axis=1)
+
+
+def best_in_groups(
+    index: IndexQueries,
+    last: Int[Array, " tokens"],
+    chosen: int,
+    of_tokens: Sequence[Int[Array, "tokens ..."]],
+    scores: Callable[..., Float[Array, "group keys"]],
+    *,
+    at_once: int,
+    place: Callable[..., Int[Array, "group chosen"]] = lambda best, *of_tokens: best,
+    count: Int[Array, ""] | None = None,
+) -> Int[Array, "tokens chosen"]:
+    """`best_positions` of all tokens, computed for `at_once` tokens at a time.
+
+    last:      position of the last key that each token sees; -1: it sees none.
+    of_tokens: further arrays with a row for each token.
+    scores:    (queries, last, *of_tokens) of a group to the scores of its keys.
+    place:     (best positions, *of_tokens) of a group to the numbers that are returned for it.
+    count:     the groups after this many tokens are left out, and get zeros; None: none are.
+    """
+    tokens = len(last)
+    groups = -(-tokens // at_once)
+
+    def padded(x: Array, value: int = 0) -> Array:
+        return jnp.pad(x, [(0, groups * at_once - tokens), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
+
+    queries = dataclasses.replace(index, q=padded(index.q), weights=padded(index.weights))
+    all_last, padded_arrays = padded(last, -1), [padded(x) for x in of_tokens]
+
+    def next_tokens(i: Array, found: Array) -> Array:
+        """`found` with the numbers of the tokens from i * at_once on."""
+
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, i * at_once, at_once)
+
+        own = dataclasses.replace(queries, q=cut(queries.q), weights=cut(queries.weights))
+        of_last, given = cut(all_last), [cut(x) for x in padded_arrays]
+
+        def choose() -> Array:
+            return best_positions(scores(own, of_last, *given), of_last, chosen)
+
+        # Nothing to choose if no token sees more keys than that
+        every = jnp.broadcast_to(jnp.arange(chosen), (at_once, chosen))
+        best = lax.cond(of_last.max() < chosen, lambda: every, choose)
+        return lax.dynamic_update_slice_in_dim(found, place(best, *given), i * at_once, axis=0)
+
+    used = groups if count is None else -(-count // at_once)
+    return lax.fori_loop(0, used, next_tokens, jnp.zeros((groups * at_once, chosen), jnp.int32))[:tokens]
 
 
 def chosen_in_sequences(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jpaged.models.compressed import CompressedProjection, make_entries
 from jpaged.models.compressed_spec import Compressed, Entries
-from jpaged.models.indexer import IndexQueries, best_positions
+from jpaged.models.indexer import IndexQueries, best_in_groups
 from jpaged.models.recurrent import StateRows
 from jpaged.runtime.step.batch import KVGroupRows
 from pallas_kernels import KVPages, gather_rows, paged_attention, write_kv
@@ -154,33 +154,13 @@ def _best_entries(
 
     After a token's min(top_k, finished) entries come undefined numbers.
     """
-    tokens, chosen = len(finished), min(index.top_k, most)
-    groups = -(-tokens // TOKENS_AT_ONCE)
-    padding = (0, groups * TOKENS_AT_ONCE - tokens)
-    queries = dataclasses.replace(
-        index, q=jnp.pad(index.q, (padding, (0, 0), (0, 0))), weights=jnp.pad(index.weights, (padding, (0, 0)))
+
+    def scores(own: IndexQueries, last: Array, tables: Array) -> Array:
+        return _scores(own, pages, tables, last, lines, most)
+
+    return best_in_groups(
+        index, finished - 1, min(index.top_k, most), (tables,), scores, at_once=TOKENS_AT_ONCE, count=count
     )
-    all_tables, last = jnp.pad(tables, (padding, (0, 0))), jnp.pad(finished, padding) - 1
-
-    def next_tokens(i: Array, found: Array) -> Array:
-        """`found` with the entries of the tokens from i * TOKENS_AT_ONCE on."""
-
-        def cut(x: Array) -> Array:
-            return lax.dynamic_slice_in_dim(x, i * TOKENS_AT_ONCE, TOKENS_AT_ONCE)
-
-        own = dataclasses.replace(queries, q=cut(queries.q), weights=cut(queries.weights))
-        of_tables, of_last = cut(all_tables), cut(last)
-
-        def choose() -> Array:
-            return best_positions(_scores(own, pages, of_tables, of_last, lines, most), of_last, chosen)
-
-        # Nothing to choose if no token sees more entries than that
-        every = jnp.broadcast_to(jnp.arange(chosen), (TOKENS_AT_ONCE, chosen))
-        best = lax.cond(of_last.max() < chosen, lambda: every, choose)
-        return lax.dynamic_update_slice_in_dim(found, best, i * TOKENS_AT_ONCE, axis=0)
-
-    empty = jnp.zeros((groups * TOKENS_AT_ONCE, chosen), jnp.int32)
-    return lax.fori_loop(0, -(-count // TOKENS_AT_ONCE), next_tokens, empty)[:tokens]
 
 
 def _scores(

@@ -5,13 +5,11 @@ table, and no implementation of attention knows sparse attention. With at most `
 them in order.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jpaged.models.indexer import IndexQueries, best_positions
+from jpaged.models.indexer import IndexQueries, best_in_groups
 from pallas_kernels import KVPages, gather_rows
 from pallas_kernels.paged_attention.tiles import row_of_token
 
@@ -42,35 +40,19 @@ def rows_by_token(
     count = query_start_loc[-1]
     position = context_lens[row] - query_start_loc[row + 1] + jnp.arange(tokens)
     position = jnp.where(jnp.arange(tokens) < count, position, -1)
-    groups = -(-tokens // at_once)
-    padding = groups * at_once - tokens
-    queries = dataclasses.replace(
-        index, q=jnp.pad(index.q, ((0, padding), (0, 0), (0, 0))),
-        weights=jnp.pad(index.weights, ((0, padding), (0, 0))),
-    )  # fmt: skip
-    row, padded_position = jnp.pad(row, (0, padding)), jnp.pad(position, (0, padding), constant_values=-1)
 
-    def next_tokens(i: Array, slots: Array) -> Array:
-        """`slots` with those of the tokens from i * at_once on."""
+    def scores(own: IndexQueries, last: Array, row: Array) -> Array:
+        return _scores(own, pages, block_tables[row], last, on_cpu=on_cpu)
 
-        def cut(x: Array) -> Array:
-            return lax.dynamic_slice_in_dim(x, i * at_once, at_once)
+    def slots_of(best: Array, row: Array) -> Array:
+        blocks = jnp.take_along_axis(block_tables[row], best // size, axis=1, mode="clip")
+        return blocks * size + best % size
 
-        own = dataclasses.replace(queries, q=cut(queries.q), weights=cut(queries.weights))
-        tables, last = block_tables[cut(row)], cut(padded_position)
-
-        def choose() -> Array:
-            return best_positions(_scores(own, pages, tables, last, on_cpu=on_cpu), last, chosen)
-
-        # Nothing to choose if no row has more keys than that
-        best = lax.cond(last.max() < chosen, lambda: jnp.broadcast_to(jnp.arange(chosen), (at_once, chosen)), choose)
-        blocks = jnp.take_along_axis(tables, best // size, axis=1, mode="clip")
-        return lax.dynamic_update_slice_in_dim(slots, blocks * size + best % size, i * at_once, axis=0)
-
-    used = -(-count // at_once) if on_cpu else groups
-    slots = lax.fori_loop(0, used, next_tokens, jnp.zeros((groups * at_once, chosen), jnp.int32))
+    slots = best_in_groups(
+        index, position, chosen, (row,), scores, at_once=at_once, place=slots_of, count=count if on_cpu else None
+    )
     starts = jnp.minimum(jnp.arange(tokens + 1, dtype=jnp.int32), count)
-    return slots[:tokens], jnp.minimum(position + 1, chosen), starts
+    return slots, jnp.minimum(position + 1, chosen), starts
 
 
 def _scores(
