@@ -24,7 +24,7 @@ from jpaged.config import EngineConfig
 from jpaged.divergence import divergence
 from jpaged.loading import LoadedModel, load_model
 from jpaged.quantizing import quantize_checkpoint
-from jpaged.runtime.memory.plan import tree_bytes
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tools"))
 from demo_corpus import read_corpus

@@ -38,7 +38,7 @@ from jpaged.frontend.engine_config import engine_config
 from jpaged.models.spec import DecoderSpec, Params, QKNorm, Rope, param_shapes
 from jpaged.params.sampling import COLUMNS
 from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
-from jpaged.runtime.memory.plan import free_device_bytes
+from jpaged.runtime.memory.device_memory import free_device_bytes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.prediction.roofline import Load, least_bytes
 from jpaged.runtime.state import DeviceState, Field

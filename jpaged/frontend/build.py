@@ -176,8 +176,8 @@ def _prepare(
         from jpaged.loading import valid_token_mask
         from jpaged.loading.live_devices import devices_of_mesh
         from jpaged.runtime import nvidia_devices
+        from jpaged.runtime.memory.device_memory import start_backend
         from jpaged.runtime.memory.host_memory import return_free_memory
-        from jpaged.runtime.memory.plan import start_backend
         from jpaged.runtime.runner import ModelRunner
         from jpaged.runtime.store.cache import persistent_cache
 

@@ -60,7 +60,7 @@ class EnginePlan:
     device_bytes: int | None  # None: CPU, or a back end that does not report it
     taken_bytes: int          # in use by other programs
     usable_bytes: int | None  # limit of bytes in use that the options set, including taken_bytes
-    weight_kinds: dict[str, dict[str, int]]  # part -> kind of stored numbers -> bytes: `memory.weight_kinds`
+    weight_kinds: dict[str, dict[str, int]]  # part -> kind of stored numbers -> bytes: `weight_bytes.weight_kinds`
     temporaries: Temporaries
     memory: "MemoryPlan | None"            # None: the engine does not fit
     problem: str | None                    # the engine's error message if it does not fit

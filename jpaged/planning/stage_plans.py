@@ -23,7 +23,9 @@ from jpaged.runtime.adapter_pool import AdapterOptions
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.drafting.drafter_model import DrafterModel
+from jpaged.runtime.memory import device_memory
 from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.weight_bytes import tree_bytes, weight_kinds
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.prediction.roofline import Load, predict
 from jpaged.runtime.store.cache import persistent_cache
@@ -40,7 +42,7 @@ def plan_stages(config: EngineConfig, asked: PlanArguments) -> EnginePlan:
     """Plan all stages, and return the plan of the fullest. Raises as `jpaged.planning.plan`."""
     target = _target(asked)
     if target is None:
-        memory.start_backend(config)
+        device_memory.start_backend(config)
     shards, count = shards_of(config), config.pipeline_parallel_size
     if asked.roofline_context is not None and count > 1:
         raise RequestError("pipeline_parallel_size", count, "times are predicted for one stage: leave --roofline out")
@@ -101,7 +103,7 @@ def _plan_stage(
     )
     blueprint = Blueprint.draw(model, config, placement)
     device_bytes, taken, usable = _device_memory(placement, target, config)
-    weights = memory.tree_bytes(params) + blueprint.drafter_bytes.weights
+    weights = tree_bytes(params) + blueprint.drafter_bytes.weights
     free = None if usable is None else max(0, usable - taken - weights)
     temporaries = _temporaries(blueprint, target, config, free)
     fitted, problem, roofline = None, None, None
@@ -124,7 +126,7 @@ def _plan_stage(
         device_bytes=device_bytes,
         taken_bytes=taken,
         usable_bytes=usable,
-        weight_kinds=memory.weight_kinds(params),
+        weight_kinds=weight_kinds(params),
         temporaries=temporaries,
         memory=fitted,
         problem=problem,
@@ -177,11 +179,11 @@ def _device_memory(
         device_bytes, taken, left = target.memory_bytes, 0, None
     else:
         device = placement.first_device
-        device_bytes, taken = memory.device_bytes(device) or (None, 0)
-        left = None if device_bytes is None else memory.free_device_bytes(device, config)
+        device_bytes, taken = device_memory.device_bytes(device) or (None, 0)
+        left = None if device_bytes is None else device_memory.free_device_bytes(device, config)
     if device_bytes is None:
         return None, taken, None
-    return device_bytes, taken, memory.usable_bytes(device_bytes, config) if left is None else taken + left
+    return device_bytes, taken, device_memory.usable_bytes(device_bytes, config) if left is None else taken + left
 
 
 def _temporaries(

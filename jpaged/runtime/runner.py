@@ -45,7 +45,7 @@ from jpaged.runtime.compile.blueprint import Blueprint, FittedBuild, ServedModel
 from jpaged.runtime.compile.engine_programs import EnginePrograms
 from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.runtime.jax_settings import DOWNLOADS, pinned
-from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory import device_memory
 from jpaged.runtime.memory.host_memory import return_free_memory
 from jpaged.runtime.memory.out_of_memory import advice, explained
 from jpaged.runtime.parallel.front_stages import FrontStages
@@ -138,7 +138,7 @@ class ModelRunner(EnginePrograms):
         self.min_jump_per_request = 1.0 if placement.platform == "cpu" else 0.0
         self.block_arrays = self._last.mover.block_arrays if handover else ()
         self.kv_layout = _kv_layout(build, self.block_arrays) if handover else ""
-        self._total_bytes = memory.total_bytes(placement.first_device)
+        self._total_bytes = device_memory.total_bytes(placement.first_device)
         self._profiler = Profiler()
         self._half_updated = False
         self._drafter = None
@@ -214,7 +214,7 @@ class ModelRunner(EnginePrograms):
         with (
             pinned(),
             persistent_cache(config.compilation_cache_dir) as folder,
-            explained(config, memory.total_bytes(device)),
+            explained(config, device_memory.total_bytes(device)),
         ):
             with phase("check of the kernels"):
                 blueprints = [_checked(blueprint) for blueprint in blueprints]

@@ -9,7 +9,7 @@ from jpaged.models.decoder import LAYER_VECTORS
 from jpaged.models.families import family_of, spec_of
 from jpaged.models.layers import xielu
 from jpaged.models.spec import param_shapes
-from jpaged.runtime.memory.plan import weight_parts
+from jpaged.runtime.memory.weight_bytes import weight_parts
 from pallas_kernels import activate
 from tests.golden.checkpoints import VARIANTS, Variant
 

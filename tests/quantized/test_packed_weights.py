@@ -15,7 +15,7 @@ from jpaged.models import quantization
 from jpaged.models.quantization import SCHEMES, Quantizer, quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
-from jpaged.runtime.memory.plan import tree_bytes
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from pallas_kernels import QuantizedWeight, quantized_dot
 from pallas_kernels.quantized_dot.weight import LanesWeight, RowsWeight, TilesWeight, quantize_plain
 from tests.golden.checkpoints import VARIANTS, write_checkpoint

@@ -14,7 +14,7 @@ LOAD = """
 import sys
 from jpaged.config import EngineConfig
 from jpaged.loading import load_model
-from jpaged.runtime.memory.plan import tree_bytes
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 loaded = load_model(EngineConfig(model=sys.argv[1], quantization="int4"))
 lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(tree_bytes(loaded.params), *(1024 * int(lines[name].split()[0]) for name in ("RssAnon", "RssFile")))

@@ -20,7 +20,7 @@ from jpaged.models.quantization import quantized_parts
 from jpaged.models.spec import param_shapes
 from jpaged.planning import plan
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
-from jpaged.runtime.memory.plan import tree_bytes
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.targets import TARGETS
 from pallas_kernels import QuantizedWeight

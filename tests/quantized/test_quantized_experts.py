@@ -12,7 +12,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.step_plan import SamplerVariant
 from jpaged.loading import load_model
 from jpaged.loading.model_description import describe
-from jpaged.runtime.memory.plan import tree_bytes
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from pallas_kernels.quantized_dot import quantize
 from pallas_kernels.quantized_grouped_dot import cpu
 from tests.golden.checkpoints import BY_NAME, prompts, write_checkpoint

@@ -13,7 +13,7 @@ import pytest
 from jpaged import planning
 from jpaged.loading.model_description import describe
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
-from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.weight_bytes import tree_bytes, weight_parts
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.prediction.program_text import Program
 from jpaged.runtime.step.batch import ForwardShape
@@ -191,8 +191,8 @@ def check_arguments(made):
     """The bytes that `jpaged plan` counts are those of the program's arguments."""
     blueprint = made.build.blueprint
     state = made.build.state_shapes()
-    counted = memory.tree_bytes(blueprint.model.params) + BLOCKS * blueprint.block_bytes
-    counted += blueprint.table_bytes - memory.tree_bytes(state.sampling)  # a forward program does not take it
+    counted = tree_bytes(blueprint.model.params) + BLOCKS * blueprint.block_bytes
+    counted += blueprint.table_bytes - tree_bytes(state.sampling)  # a forward program does not take it
     assert made.program.memory_analysis().argument_size_in_bytes == pytest.approx(counted, rel=1e-4)
 
 
@@ -212,7 +212,7 @@ def test_a_decode_step_reads_the_codes_and_no_copy_of_a_matrix(scheme, most, tmp
     read = made.weight_bytes("quantized_dot")
     names = [operation.kernel for operation in Program(made.text).operations()]
     assert names.count("quantized_dot") == 4  # qkv, o, gate and up, down
-    parts = memory.weight_parts(made.build.blueprint.model.params)
+    parts = weight_parts(made.build.blueprint.model.params)
     assert read == parts["attention"] + parts["feed-forward"]
     assert read <= most * LAYER
     check_no_copy(made, HIDDEN * HIDDEN // 8)
@@ -257,7 +257,7 @@ def test_steps_with_activations_in_fp8(tmp_path):
     """
     options = {"quantized_activations": "fp8", "max_num_batched_tokens": 512}
     decode, prompt = (compiled(write_llama(tmp_path, FP8, 1), ForwardShape, index, **options) for index in (0, -1))
-    parts = memory.weight_parts(decode.build.blueprint.model.params)
+    parts = weight_parts(decode.build.blueprint.model.params)
     assert decode.weight_bytes("quantized_dot") == parts["attention"] + parts["feed-forward"]
     check_no_copy(decode, HIDDEN * HIDDEN)
     assert prompt.text.count('custom_call_target="mosaic_gpu') == 4 + 1

@@ -15,7 +15,9 @@ from jpaged.models.recurrent_spec import Mamba2
 from jpaged.models.spec import DecoderSpec, Rope, param_shapes
 from jpaged.params.sampling import MAX_LOGIT_BIAS
 from jpaged.runtime.compile.blueprint import Blueprint
+from jpaged.runtime.memory import device_memory
 from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.remembered_pool import PoolSize, remember_pool, remembered_pool
 from jpaged.runtime.runner import ModelRunner
 from jpaged.runtime.state import NUM_FIELDS
 from jpaged.runtime.step import block_moves
@@ -98,9 +100,10 @@ def test_the_pool_of_an_accelerator_is_the_free_memory():
     def device(**stats):
         return types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
 
-    free = memory.free_device_bytes(device(bytes_limit=1000, bytes_in_use=300), CONFIG)
+    free = device_memory.free_device_bytes(device(bytes_limit=1000, bytes_in_use=300), CONFIG)
     assert free == 600
-    assert memory.free_device_bytes(types.SimpleNamespace(platform="cpu", memory_stats=lambda: None), CONFIG) is None
+    cpu = types.SimpleNamespace(platform="cpu", memory_stats=lambda: None)
+    assert device_memory.free_device_bytes(cpu, CONFIG) is None
     for share in (0, -0.5, 1.5, math.nan, math.inf):
         with pytest.raises(ModelLoadError, match=f"gpu_memory_utilization={share}: must be above 0"):
             memory.decide_limits(SPEC, dataclasses.replace(CONFIG, gpu_memory_utilization=share), "cpu")
@@ -122,15 +125,15 @@ def test_jax_allocates_the_share_of_a_gpu_that_the_engine_may_use(monkeypatch):
     option = "jax_pjrt_client_create_options"
     before = getattr(jax.config, option)
     plugins = {"jax_cuda13_plugin"}
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: name if name in plugins else None)
-    monkeypatch.setattr(memory, "backends_are_started", lambda: False)
-    for name in memory.GPU_MEMORY_VARIABLES:
+    monkeypatch.setattr(device_memory.importlib.util, "find_spec", lambda name: name if name in plugins else None)
+    monkeypatch.setattr(device_memory, "backends_are_started", lambda: False)
+    for name in device_memory.GPU_MEMORY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
     def claimed(started=False, **options):
         jax.config.update(option, None)
-        monkeypatch.setattr(memory, "backends_are_started", lambda: started)
-        memory.claim_gpu_memory(dataclasses.replace(CONFIG, **options))
+        monkeypatch.setattr(device_memory, "backends_are_started", lambda: started)
+        device_memory.claim_gpu_memory(dataclasses.replace(CONFIG, **options))
         return getattr(jax.config, option)
 
     try:
@@ -145,9 +148,9 @@ def test_jax_allocates_the_share_of_a_gpu_that_the_engine_may_use(monkeypatch):
         stats = {"bytes_limit": 900, "bytes_in_use": 100}
         gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
         most = dataclasses.replace(CONFIG, gpu_memory_utilization=0.8)
-        assert memory.device_bytes(gpu) == (1000, 100)
-        assert memory.free_device_bytes(gpu, most) == 700
-        assert memory.free_device_bytes(gpu, dataclasses.replace(most, gpu_memory_utilization=1.0)) == 800
+        assert device_memory.device_bytes(gpu) == (1000, 100)
+        assert device_memory.free_device_bytes(gpu, most) == 700
+        assert device_memory.free_device_bytes(gpu, dataclasses.replace(most, gpu_memory_utilization=1.0)) == 800
         plugins.clear()
         assert claimed() is None
     finally:
@@ -157,17 +160,17 @@ def test_jax_allocates_the_share_of_a_gpu_that_the_engine_may_use(monkeypatch):
 def test_the_pool_keeps_the_size_of_an_earlier_start_if_it_fits(tmp_path):
     assert memory.round_down(31) == 31
     assert memory.round_down(1023) == 992
-    pool = memory.PoolSize(992, 2**20)
+    pool = PoolSize(992, 2**20)
     assert [pool.still_fits(blocks) for blocks in (992, 1024, 991, 800, 1200)] == [True, True, False, False, False]
-    assert memory.remembered_pool(tmp_path / "new", "a") is None
-    memory.remember_pool(tmp_path / "new", "a", pool)
-    assert memory.remembered_pool(tmp_path / "new", "a") == pool
-    assert memory.remembered_pool(tmp_path / "new", "b") is None
-    memory.remember_pool(None, "a", pool)
-    assert memory.remembered_pool(None, "a") is None
+    assert remembered_pool(tmp_path / "new", "a") is None
+    remember_pool(tmp_path / "new", "a", pool)
+    assert remembered_pool(tmp_path / "new", "a") == pool
+    assert remembered_pool(tmp_path / "new", "b") is None
+    remember_pool(None, "a", pool)
+    assert remembered_pool(None, "a") is None
     for damaged in ("{cut short", "{}", '{"num_blocks": 0, "temp_bytes": 5}', '{"num_blocks": 5}'):
         next((tmp_path / "new").glob("pool-*.json")).write_text(damaged)
-        assert memory.remembered_pool(tmp_path / "new", "a") is None
+        assert remembered_pool(tmp_path / "new", "a") is None
 
 
 def gemma_3(num_layers, kv_heads, window):

@@ -15,6 +15,7 @@ from jpaged.runtime import targets
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.compile.estimate import estimate_temporaries
 from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.state import NUM_FIELDS, state_shapes
 from tests.support.deviceless import H200, V5E, marks
@@ -153,8 +154,8 @@ def test_the_estimate_is_on_the_high_side(values, target):
     assert 1 <= estimate / measured < 2
     limits = blueprint.limits
     state = state_shapes(blueprint.model.spec, limits.kv_groups, limits.state_sizes(1), dtype=blueprint.dtype)
-    table -= memory.tree_bytes(state.sampling)  # a forward program does not take it
-    counted = memory.tree_bytes(blueprint.model.params) + blocks * each + table
+    table -= tree_bytes(state.sampling)  # a forward program does not take it
+    counted = tree_bytes(blueprint.model.params) + blocks * each + table
     assert counted == pytest.approx(forward.memory_analysis().argument_size_in_bytes, rel=0.001)
 
 

@@ -9,7 +9,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading.model_description import describe
 from jpaged.runtime import targets
-from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.weight_bytes import weight_kinds
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
 
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -120,7 +120,7 @@ def kinds_of(values, folder, platform, **options):
     """Bytes by part and kind."""
     (folder / "config.json").write_text(json.dumps(values))
     described = describe(EngineConfig(model=str(folder), **options), platform)
-    return memory.weight_kinds(described.params), described
+    return weight_kinds(described.params), described
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from jpaged.models.families import spec_of
 from jpaged.models.quantization import SCHEMES, Quantizer
 from jpaged.models.spec import param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
-from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.step.batch import ForwardShape
 from pallas_kernels import QuantizedWeight
@@ -99,11 +99,11 @@ def test_the_plan_knows_the_bytes_of_weights_on_the_device(option, tmp_path):
     params = params_of(option)
     program = compile_for_v5e(lambda params: jnp.zeros(()), (params,), keep_unused=True)
     on_device = program.memory_analysis().argument_size_in_bytes
-    layers = sum(memory.tree_bytes(layer) for layer in params["layers"])
+    layers = sum(tree_bytes(layer) for layer in params["layers"])
     assert layers == pytest.approx(SPEC.num_layers * LAYER * BITS[option] / 8, rel=0.005)
-    assert memory.tree_bytes(params) == pytest.approx(on_device, rel=0.001)
+    assert tree_bytes(params) == pytest.approx(on_device, rel=0.001)
     if option in SCHEMES:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         # so little memory that nothing is compiled
         plan = planning.plan(str(tmp_path), {"quantization": option}, target="v5e", device_memory=2**28)
-        assert plan.weight_bytes == memory.tree_bytes(params)
+        assert plan.weight_bytes == tree_bytes(params)

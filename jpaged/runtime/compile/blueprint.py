@@ -40,7 +40,10 @@ from jpaged.runtime.drafting.drafter_model import DrafterModel
 from jpaged.runtime.drafting.drafters import DraftBuild
 from jpaged.runtime.jax_settings import pinned
 from jpaged.runtime.kv_format import KVFormat
+from jpaged.runtime.memory import device_memory
 from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.remembered_pool import PoolSize, remember_pool, remembered_pool
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from jpaged.runtime.placement import Placement
 from jpaged.runtime.sampling.sampler import SamplerOptions
 from jpaged.runtime.state import DeviceState, create_state, formats, state_shapes
@@ -158,7 +161,7 @@ class Blueprint:
     def adapter_bytes(self) -> int:
         """Bytes of the pools of adapters on one device."""
         adapters = self.model.adapters
-        return 0 if adapters is None else memory.tree_bytes(adapters.shapes(self.placement))
+        return 0 if adapters is None else tree_bytes(adapters.shapes(self.placement))
 
     @property
     def num_logprobs(self) -> int:
@@ -247,7 +250,7 @@ class Blueprint:
         """Size the KV pool. Arguments and errors: see `memory.fit`."""
         plan = memory.fit(
             self.local_spec, self.config, self.limits, dtype=self.dtype, kv_format=self.kv_format,
-            weight_bytes=memory.tree_bytes(self.model.params), platform=self.placement.platform,
+            weight_bytes=tree_bytes(self.model.params), platform=self.placement.platform,
             temp_bytes=temp_bytes, free_bytes=free_bytes, drafter=self.drafter_bytes, adapter_bytes=self.adapter_bytes,
         )  # fmt: skip
         return FittedBuild(self, plan)
@@ -261,7 +264,7 @@ class Blueprint:
         spec, dtype = drafter.layer_spec, _dtype(drafter.params)
         fixed = draft_table_bytes(spec, limits.max_num_seqs, dtype, is_head=drafter.is_head)
         block = draft_block_bytes(spec, limits.block_size, KVFormat(dtype))
-        return memory.DrafterBytes(memory.tree_bytes(drafter.params), block, fixed)
+        return memory.DrafterBytes(tree_bytes(drafter.params), block, fixed)
 
     def fit_device(self, cache_folder: pathlib.Path | None) -> "FittedBuild":
         """Size the KV pool by the free memory of the devices, which already have the weights.
@@ -277,26 +280,26 @@ class Blueprint:
         if free is None or self.model.spec.encoder is not None:
             return dataclasses.replace(self.fit(), store=store)
         key = f"{kind} {self.model.spec} {self.config} {program_key()}"
-        pool = memory.remembered_pool(cache_folder, key)
+        pool = remembered_pool(cache_folder, key)
         build = None if pool is None else self.fit(temp_bytes=pool.temp_bytes, free_bytes=free)
         if pool is None or build is None or not pool.still_fits(build.memory_plan.num_blocks):
             temp_bytes = self.largest_temporaries(free)[1]
             build = self.fit(temp_bytes=temp_bytes, free_bytes=free)
-            pool = memory.PoolSize(build.memory_plan.num_blocks, temp_bytes)
-            memory.remember_pool(cache_folder, key, pool)
+            pool = PoolSize(build.memory_plan.num_blocks, temp_bytes)
+            remember_pool(cache_folder, key, pool)
         blocks = self.placement.least(max(pool.num_blocks, build.limits.blocks_per_request))
         return dataclasses.replace(build.with_blocks(blocks), store=store)
 
     def _free_bytes(self) -> int | None:
         """Free bytes of the fullest device of all processes, because all run the same programs. None on CPU."""
-        each = [memory.free_device_bytes(device, self.config) for device in self.placement.own_devices]
+        each = [device_memory.free_device_bytes(device, self.config) for device in self.placement.own_devices]
         known = [free for free in each if free is not None]
         return self.placement.least(min(known)) if len(known) == len(each) else None
 
     def check_memory(self) -> None:
         """Raise ModelLoadError if free device memory cannot serve the model. For devices without the weights."""
         free = self._free_bytes()
-        weights = memory.tree_bytes(self.model.params) + self.drafter_bytes.weights
+        weights = tree_bytes(self.model.params) + self.drafter_bytes.weights
         plan = self.fit(free_bytes=None if free is None else max(0, free - weights)).memory_plan
         host_slots(self.config.swap_space, self.block_bytes, plan.slot_bytes * (plan.limits.num_snapshots > 0))
 
@@ -394,7 +397,7 @@ class Blueprint:
 
     def with_blocks(self, num_blocks: int) -> "FittedBuild":
         """A build with a pool of `num_blocks` blocks, even if they do not fit into memory."""
-        weights = memory.tree_bytes(self.model.params)
+        weights = tree_bytes(self.model.params)
         plan = memory.MemoryPlan(
             self.limits, num_blocks, self.block_bytes, weights, 0, self.table_bytes, self.drafter_bytes,
             self.adapter_bytes,

@@ -2,15 +2,9 @@
 
 import bisect
 import dataclasses
-import hashlib
-import importlib.util
-import json
 import logging
-import math
-import os
-import pathlib
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,15 +13,13 @@ from jpaged.config import LOGPROBS_MODES, EngineConfig
 from jpaged.engine.step_plan import TextShape
 from jpaged.errors import ModelLoadError
 from jpaged.kv_groups import KVGroups, group_layers, max_blocks
-from jpaged.models.sharding import local_shape, shards_of
-from jpaged.models.spec import DecoderSpec, Params
-from jpaged.runtime import nvidia_devices
-from jpaged.runtime.jax_compat import backends_are_started
+from jpaged.models.sharding import shards_of
+from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.kv_format import FP8, KVFormat
 from jpaged.runtime.memory.refusals import refuse_block_size, refuse_options
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from jpaged.runtime.state import StateSizes, bytes_without_pages, state_shapes
 from jpaged.runtime.step.program_shapes import smallest_bucket, text_shapes
-from pallas_kernels import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -210,74 +202,6 @@ class MemoryPlan:
 def size_text(num_bytes: int) -> str:
     """A number of bytes as text in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays (or ShapeDtypeStructs) in a tree, on one device."""
-    return sum(math.prod(local_shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-_PARTS = {
-    "embedding": ("embed", "pos_embed", "type_embed", "project_in"),
-    "output matrix": ("lm_head", "lm_head_bias", "project_out", "score", "score_bias", "head", "head_bias"),
-    "attention": (
-        "qkv", "qkv_bias", "o", "o_bias", "q_a", "q_a_bias", "q_b", "kv_a", "kv_a_bias", "kv_b", "sinks", "output_gate",
-        "kv", "o_a", "entry_kv", "entry_gate", "entry_bias",
-    ),
-    "indexers": ("index_q", "index_k", "index_weights", "index_kv", "index_gate", "index_bias"),
-    "gated DeltaNet": (),  # by prefix of the name
-    "Mamba-2": (),  # by prefix of the name
-    "short convolutions": ("conv_in", "conv_in_bias", "conv_kernel", "conv_kernel_bias", "conv_out", "conv_out_bias"),
-    "feed-forward": ("gate_up", "up", "down", "up_bias", "down_bias", "xielu", "layer_scalar"),
-    "per-layer embeddings": ("layer_embed", "layer_embed_in", "layer_in", "layer_out"),
-    "hyper-connections": (),
-    "AltUp and LAuReL": (),  # by prefix of the name: see `_part_of`
-    "experts": (),  # by prefix of the name, with routers and shared experts: see `_part_of`
-    "norms": (),  # every name that contains "norm"
-}
-
-
-def weight_parts(params: Params) -> dict[str, int]:
-    """Bytes of a parameter tree (arrays or ShapeDtypeStructs) by part, without empty parts."""
-    return {part: sum(kinds.values()) for part, kinds in weight_kinds(params).items()}
-
-
-def weight_kinds(params: Params) -> dict[str, dict[str, int]]:
-    """Bytes of a parameter tree by part, then by kind, without empty parts.
-
-    A kind is a dtype. Quantised weights have two: the kind of their codes, and "scales" for scales and zero points.
-    """
-    sizes: dict[str, dict[str, int]] = {part: {} for part in _PARTS}
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
-    for path, leaf in leaves:
-        name = next(key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey))
-        kinds, size = sizes[_part_of(name)], tree_bytes(leaf)
-        codes, kind = 0, leaf.dtype.name
-        if isinstance(leaf, QuantizedWeight):
-            codes, kind = tree_bytes(leaf.codes), "scales"
-            kinds[leaf.kind] = kinds.get(leaf.kind, 0) + codes
-        if size > codes:
-            kinds[kind] = kinds.get(kind, 0) + size - codes
-    return {part: kinds for part, kinds in sizes.items() if kinds}
-
-
-def _part_of(name: str) -> str:
-    """Part that a leaf of `param_shapes` belongs to. q, k, v and gate, up may be fused or separate."""
-    if "norm" in name:
-        return "norms"
-    if name.startswith(("expert_", "router", "shared_", "latent_")):
-        return "experts"
-    kinds = {
-        "delta": "gated DeltaNet", "mamba": "Mamba-2", "altup": "AltUp and LAuReL", "laurel": "AltUp and LAuReL",
-        "hc": "hyper-connections",
-    }  # fmt: skip
-    if (kind := kinds.get(name.split("_")[0])) is not None:
-        return kind
-    apart = {"q": "attention", "k": "attention", "v": "attention", "gate": "feed-forward"}
-    part = apart.get(name) or next((part for part, names in _PARTS.items() if name in names), None)
-    if part is None:
-        raise ValueError(f"the leaf {name!r} is in no part of the memory plan: add it to `_PARTS` in this file")
-    return part
 
 
 def _check_max_logprobs(spec: DecoderSpec, most: int, max_num_seqs: int) -> None:
@@ -527,123 +451,3 @@ def round_down(num_blocks: int) -> int:
     """
     spare = max(0, num_blocks.bit_length() - 5)
     return num_blocks >> spare << spare
-
-
-def usable_bytes(device_bytes: int, config: EngineConfig) -> int:
-    """Total bytes that the engine may use on an accelerator with `device_bytes` bytes."""
-    return int(device_bytes * config.gpu_memory_utilization)
-
-
-def claim_gpu_memory(config: EngineConfig) -> None:
-    """Set JAX's share of an NVIDIA GPU's memory by `gpu_memory_utilization`. JAX's default is 75%.
-
-    Half of the rest is added to JAX's pool, for fragmentation. The other half stays outside, for libraries. No effect
-    if JAX has already started, or if the caller has set the share.
-    """
-    said = any(name in os.environ for name in GPU_MEMORY_VARIABLES) or jax.config.jax_pjrt_client_create_options
-    if said or not nvidia_devices.installed_plugins() or importlib.util.find_spec("libtpu") or backends_are_started():
-        return
-    if 0 < config.gpu_memory_utilization <= 1:  # `decide_limits` refuses other values
-        share = (1 + config.gpu_memory_utilization) / 2
-        jax.config.update("jax_pjrt_client_create_options", {_FRACTION: share})
-
-
-def start_backend(config: EngineConfig) -> str:
-    """Start JAX with its share of a GPU's memory. Returns the platform of the default device.
-
-    Raises ModelLoadError if no device starts, for example if JAX_PLATFORMS names a platform without a device.
-    """
-    claim_gpu_memory(config)
-    try:
-        return jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that a backend was found
-        raise ModelLoadError(nvidia_devices.cannot_start(error)) from None
-
-
-# Environment variables that set JAX's share, or that switch its pool off.
-GPU_MEMORY_VARIABLES = (
-    "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
-    "XLA_PYTHON_CLIENT_ALLOCATOR",
-)  # fmt: skip
-_FRACTION = "memory_fraction"  # option of JAX's GPU client: share of the GPU's memory
-
-
-@runtime_checkable
-class HasMemoryStats(Protocol):
-    """A device that can report its memory, like a jax Device."""
-
-    platform: str
-
-    def memory_stats(self) -> dict[str, int] | None:
-        """Bytes by name; None if the backend does not report them."""
-        ...
-
-
-def total_bytes(device: HasMemoryStats) -> int | None:
-    """Total bytes of an accelerator; None as in `device_bytes`."""
-    found = device_bytes(device)
-    return None if found is None else found[0]
-
-
-def device_bytes(device: HasMemoryStats) -> tuple[int, int] | None:
-    """(total bytes, bytes in use) of an accelerator; None on CPU, and if the backend does not report them."""
-    stats = _memory_stats(device)
-    if stats is None:
-        return None
-    options = jax.config.jax_pjrt_client_create_options
-    share = options.get(_FRACTION, 1.0) if isinstance(options, dict) and device.platform == "gpu" else 1.0
-    return int(stats["bytes_limit"] / share), stats["bytes_in_use"]  # bytes_limit is JAX's share
-
-
-def free_device_bytes(device: HasMemoryStats, config: EngineConfig) -> int | None:
-    """Bytes of an accelerator that the engine may still allocate; None as in `device_bytes`."""
-    found, stats = device_bytes(device), _memory_stats(device)
-    if found is None or stats is None:
-        return None
-    total, taken = found
-    return max(0, min(usable_bytes(total, config), stats["bytes_limit"]) - taken)
-
-
-def _memory_stats(device: HasMemoryStats) -> dict[str, int] | None:
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return stats if stats and "bytes_limit" in stats else None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PoolSize:
-    """The KV pool of an earlier start."""
-
-    num_blocks: int
-    temp_bytes: int  # largest temporary device memory of a program
-
-    def still_fits(self, num_blocks: int) -> bool:
-        """Whether it fits where `num_blocks` blocks do, and wastes at most an eighth of them."""
-        return num_blocks * 7 // 8 <= self.num_blocks <= num_blocks
-
-
-def remembered_pool(folder: pathlib.Path | None, key: str) -> PoolSize | None:
-    """Pool of an earlier start with the same key. None: there is none, or its file is damaged.
-
-    So programs in the compile cache stay usable if free memory differs slightly between starts, and their temporaries
-    are known without compiling. folder: of the compile cache; None = there is none.
-    """
-    if folder is None:
-        return None
-    try:
-        found = json.loads(_pool_file(folder, key).read_text())
-        pool = PoolSize(int(found["num_blocks"]), int(found["temp_bytes"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return pool if pool.num_blocks > 0 and pool.temp_bytes >= 0 else None
-
-
-def remember_pool(folder: pathlib.Path | None, key: str, pool: PoolSize) -> None:
-    """Keep a pool's size for `remembered_pool`. folder: None = keep nothing."""
-    if folder is not None:
-        file = _pool_file(folder, key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({**dataclasses.asdict(pool), "key": key}))
-
-
-def _pool_file(folder: pathlib.Path, key: str) -> pathlib.Path:
-    return folder / f"pool-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -20,7 +20,7 @@ from jpaged.engine.step_plan import SamplerVariant
 from jpaged.errors import ModelLoadError
 from jpaged.models.spec import DecoderSpec
 from jpaged.runtime.compile.blueprint import FittedBuild
-from jpaged.runtime.memory import plan as memory
+from jpaged.runtime.memory.weight_bytes import tree_bytes
 from jpaged.runtime.prediction.program_text import Operation, Program, Traffic
 from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.step.output_programs import SampleShape, lm_head_params
@@ -310,7 +310,7 @@ def _unread_bytes(build: FittedBuild, shape: Shape, load: Load, prefix: str) -> 
         return 0
     layers = build.blueprint.model.params["layers"]
     layer = next(layer for layer in range(spec.num_layers) if spec.is_sparse(layer))
-    size = memory.tree_bytes({name: leaf for name, leaf in layers[layer].items() if name.startswith(prefix)})
+    size = tree_bytes({name: leaf for name, leaf in layers[layer].items() if name.startswith(prefix)})
     return int(size * (1 - read / spec.experts.num))
 
 
@@ -318,8 +318,8 @@ def least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
     """Bytes of the weights that a program reads, and of its requests' KV. Of the experts only `experts_read` count."""
     model = build.blueprint.model
     if not isinstance(shape, ForwardShape):
-        return memory.tree_bytes(lm_head_params(model.spec, model.params))
+        return tree_bytes(lm_head_params(model.spec, model.params))
     keys = sum(_keys(build, load, layer) for layer in range(model.spec.num_layers))
     sparse = sum(model.spec.is_sparse(layer) for layer in range(model.spec.num_layers))
-    weights = memory.tree_bytes(model.params["layers"]) - sparse * _unread_bytes(build, shape, load, "expert_")
+    weights = tree_bytes(model.params["layers"]) - sparse * _unread_bytes(build, shape, load, "expert_")
     return weights + load.rows * keys * _token_bytes(build)

@@ -37,13 +37,13 @@ def own_part(batch: Batch, count: int) -> Batch:
     )  # fmt: skip
 
 
-def own_tokens(array: Shaped[Array, "tokens *rest"], count: int) -> Shaped[Array, "part *rest"]:
+def own_tokens(array: Shaped[Array, "tokens *rest"], count: int) -> Shaped[Array, "part *rest"]:  # noqa: F821 - a shape is no product
     """This device's part of an array of all tokens, of count equal parts."""
     size = array.shape[0] // count
     return lax.dynamic_slice_in_dim(array, lax.axis_index(CONTEXT) * size, size)
 
 
-def all_tokens(part: Shaped[Array, "part *rest"]) -> Shaped[Array, "tokens *rest"]:
+def all_tokens(part: Shaped[Array, "part *rest"]) -> Shaped[Array, "tokens *rest"]:  # noqa: F821
     """The parts of all devices, in order."""
     return lax.all_gather(part, CONTEXT, tiled=True)
 
