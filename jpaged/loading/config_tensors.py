@@ -41,6 +41,8 @@ class DeclaredCheckpoint:
         tree = param_shapes(spec, np.float32)
         for leaf in family.tensors(tree):
             shape = (tree["layers"][leaf.layer] if leaf.layer is not None else tree)[leaf.leaf].shape
+            if self._format is not None:  # these formats have a tensor for each expert
+                leaf = leaf.of_single_experts(shape[0])
             blank = np.broadcast_to(np.float32(0), shape)  # gives views their shapes; needs no memory
             for tensor in leaf.tensors:
                 self._add(leaf, tensor, tensor.rule.shape(leaf.block(blank, tensor)))

@@ -146,6 +146,9 @@ def plan_leaves(
                 f"{checkpoint.config_name} calls for {leaf.leaf} of shape {list(shape)}, which fits no memory: "
                 "config and weights are from different models"
             )
+        single = leaf.of_single_experts(shape[0])
+        if any(find(name) is not None for tensor in single.tensors[:1] for name in tensor.names):
+            leaf = single
         blank = np.broadcast_to(np.float32(0), shape)  # gives views their shapes; needs no memory
         files = []
         for tensor in leaf.tensors:

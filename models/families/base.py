@@ -89,6 +89,13 @@ class Part(enum.Enum):
         return 4 if self is Part.GATED_Q else 3 if self in three else 2 if self in two else 1
 
 
+# Matrices of one expert, for a tensor of all experts and its parts
+_NAMES_OF_ONE = {
+    ("gate_up_proj", (Part.GATE, Part.UP)): (("gate_proj", Part.GATE), ("up_proj", Part.UP)),
+    ("down_proj", (Part.WHOLE,)): (("down_proj", Part.WHOLE),),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
     """A tensor of a checkpoint, and the leaf of the parameter tree that it fills."""
@@ -156,6 +163,20 @@ class TensorRule:
             (slice(rotated, None), slice(rotated, None)),
         ]
         return [((*before, into), (*before, of)) for into, of in orders]
+
+    def of_single_experts(self) -> tuple["TensorRule", ...]:
+        """Rules for the same values in a tensor for each expert, as quantised releases have them; (): not known.
+
+        `experts.gate_up_proj` is `experts.{expert}.gate_proj.weight` and `experts.{expert}.up_proj.weight` there, and
+        these are [out, in].
+        """
+        head, _, name = self.name.rpartition(".")
+        if not self.all_experts or (name, self.parts) not in _NAMES_OF_ONE:
+            return ()
+        return tuple(
+            TensorRule(f"{head}.{{expert}}.{matrix}.weight", self.leaf, (part,))
+            for matrix, part in _NAMES_OF_ONE[name, self.parts]
+        )
 
     def _for_one_expert(self) -> "TensorRule":
         """The rule for one expert's slice of the tensor."""
@@ -312,6 +333,12 @@ class LeafTensors:
     leaf: str
     layer: int | None            # None: the leaf is at the top of the tree
     tensors: tuple[NamedRule, ...]
+
+    def of_single_experts(self, experts: int) -> "LeafTensors":
+        """The same leaf, with a tensor for each of its experts, if the names of these are known."""
+        rules = [rule for tensor in self.tensors for rule in tensor.rule.of_single_experts()]
+        named = tuple(NamedRule(rule, self.layer, expert) for rule in rules for expert in range(experts))
+        return dataclasses.replace(self, tensors=named) if rules else self
 
     def block(self, leaf: np.ndarray, tensor: NamedRule) -> np.ndarray:
         """View that the tensor's rule applies to: the leaf, its row if it is stacked over layers, or one expert's."""
