@@ -165,7 +165,7 @@ class TensorRule:
         return [((*before, into), (*before, of)) for into, of in orders]
 
     def of_single_experts(self) -> tuple["TensorRule", ...]:
-        """Rules for the same values in a tensor for each expert, as quantised releases have them; (): not known.
+        """Rules for the same values in a tensor for each expert, for quantised releases; (): not known.
 
         `experts.gate_up_proj` is `experts.{expert}.gate_proj.weight` and `experts.{expert}.up_proj.weight` there, and
         these are [out, in].

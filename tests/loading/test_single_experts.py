@@ -103,7 +103,10 @@ def test_a_quantised_release_of_qwen3_5(tmp_path: Path) -> None:
     """fp8 in blocks, inside the vision model, with an MTP layer: the experts stay in 8 bits, and have the numbers."""
     write_with_mtp("Qwen3.5 MoE", tmp_path / "text")
     tensors = by_expert(tensors_of(tmp_path / "text"))
-    kept = ("embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b", "mtp.fc")
+    kept = (
+        "embed_tokens", "lm_head", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b", "mtp.fc",
+        "shared_expert.down_proj",
+    )  # fmt: skip
     packed, numbers = in_fp8(tensors, kept)
     whole = tmp_path / "whole"
     whole.mkdir()

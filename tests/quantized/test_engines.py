@@ -200,6 +200,21 @@ def modelopt_experts() -> Writer:
     return model(config, dict.fromkeys(names, packers.nvfp4(divides=False)), variant)
 
 
+def modelopt_mixed() -> Writer:
+    """Qwen3 MoE in MIXED_PRECISION: experts in NVFP4, named together; q, k and v in FP8; the rest not quantised."""
+    variant, algorithms, modules = BY_NAME["qwen3-moe"], {}, {}
+    for name in tensor_shapes(variant.config):
+        module = name.removesuffix(".weight")
+        if ".mlp.experts." in module:
+            algorithms[module.partition(".experts.")[0] + ".experts"] = {"quant_algo": "NVFP4", "group_size": 16}
+            modules[module] = packers.nvfp4(divides=False)
+        elif module.endswith(("q_proj", "k_proj", "v_proj")):
+            algorithms[module] = {"quant_algo": "FP8"}
+            modules[module] = packers.fp8((None, None))
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": algorithms}
+    return model(config, modules, variant)
+
+
 def unlike_layers(name: str, scheme: tuple[str, dict[str, Any], Packer]) -> Writer:
     """All projections of a model whose layers have unlike keys and values, some of them without values."""
     form, args, pack = scheme
@@ -290,6 +305,7 @@ MORE: dict[str, Writer] = {
     "modelopt channel": modelopt("FP8_PER_CHANNEL_PER_TOKEN", packers.fp8((1, None))),
     "modelopt blocks": modelopt("FP8_PB_WO", packers.fp8((128, 128), four_axes=True)),
     "modelopt experts": modelopt_experts(),
+    "modelopt mixed": modelopt_mixed(),
     "gpt-oss": gpt_oss,
     "gemma4 in 4 bits": unlike_layers("gemma4", stream(4)),
     "gemma4 with experts in fp8": unlike_layers("gemma4-moe", FP8["channel"]),

@@ -244,6 +244,16 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "modelopt-nvfp4", {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.*.mlp.up*"]}},
         "up_proj.weight_scale belongs to a packed matrix, but",
     ),
+    ("modelopt-fp8", {"quantization": {"quant_algo": "MIXED_PRECISION"}}, "quantized_layers is None; must have the"),
+    (
+        "modelopt-fp8", {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {}}}},
+        "quantized_layers.a.quant_algo is None; must be fp8 or",
+    ),
+    (
+        "modelopt-fp8",
+        {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}}},
+        "is not quantised according to quantization_config (quantized_layers does not name it)",
+    ),
     ("modelopt-fp8", {"quantization": {"quant_algo": "FP8", "exclude_modules": ["*up_proj"]}}, "has '*up_proj'"),
 ]
 GROUPS: list[tuple[str, dict[str, Any], str]] = [

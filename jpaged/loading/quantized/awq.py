@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jpaged.loading.quantized.config import Values, part_of, refused
+from jpaged.loading.quantized.config import Values, in_text_model, part_of, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.matrix_tensors import FLOATS, Header, Parts
 
@@ -31,10 +31,10 @@ class Awq(Format):
         config.choice("bits", "w_bit", accepted=(_BITS,), default=_BITS)
         config.choice("zero_point", accepted=(True,), default=True)
         self._group_size = config.group_size("group_size", "q_group_size", default=128)
-        self._excluded = frozenset(config.names("modules_to_not_convert"))
+        self._excluded = frozenset(map(in_text_model, config.names("modules_to_not_convert")))
 
     def excluded(self, module: str) -> str | None:
-        found = part_of(self._excluded, module)
+        found = part_of(self._excluded, in_text_model(module))
         return None if found is None else f"modules_to_not_convert has {found!r}"
 
     def header(self, parts: Parts) -> Header:

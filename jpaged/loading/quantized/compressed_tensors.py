@@ -20,7 +20,7 @@ import dataclasses
 import numpy as np
 
 from jpaged.loading.quantized import fp4
-from jpaged.loading.quantized.config import Matcher, Values, refused
+from jpaged.loading.quantized.config import Matcher, Values, in_text_model, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.fp8 import MATRIX, by_output, fp8_codes, output_shapes
 from jpaged.loading.quantized.group_index import check_group_index, order_of
@@ -143,7 +143,7 @@ class CompressedTensors(Format):
         if target.startswith("re:"):
             return self._matches(target[3:], module, key)
         is_embedding = module.rpartition(".")[2] in _EMBEDDINGS
-        return target == module or target == ("Embedding" if is_embedding else "Linear")
+        return in_text_model(target) == in_text_model(module) or target == ("Embedding" if is_embedding else "Linear")
 
 
 def _rank(target: str) -> int:

@@ -115,6 +115,15 @@ def part_of(patterns: Collection[str], module: str) -> str | None:
     return next((run for run in runs if run in patterns), None)
 
 
+def in_text_model(name: str) -> str:
+    """The name that a module of a multimodal model has in its text model.
+
+    Both sides of a comparison need it: a checkpoint has the names of the multimodal model, and `DeclaredCheckpoint`
+    those of the text model.
+    """
+    return name.replace("language_model.", "")
+
+
 class Matcher:
     """Matches names of modules with the regular expressions of a config. All matches share one time limit.
 

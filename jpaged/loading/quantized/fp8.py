@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from jpaged.loading.quantized.config import Values, part_of, refused
+from jpaged.loading.quantized.config import Values, in_text_model, part_of, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.matrix_tensors import FLOATS, Header, Parts
 
@@ -56,10 +56,10 @@ class Fp8(Format):
         valid = isinstance(self._block, (list, tuple)) and len(self._block) == 2
         if self._block is not None and not (valid and all(type(n) is int and 0 < n < 2**31 for n in self._block)):
             raise refused("weight_block_size", self._block, "must be [outputs, inputs] of a block, or null")
-        self._excluded = frozenset(config.names("modules_to_not_convert", "ignored_layers"))
+        self._excluded = frozenset(map(in_text_model, config.names("modules_to_not_convert", "ignored_layers")))
 
     def excluded(self, module: str) -> str | None:
-        found = part_of(self._excluded, module)
+        found = part_of(self._excluded, in_text_model(module))
         return None if found is None else f"modules_to_not_convert has {found!r}"
 
     def header(self, parts: Parts) -> Header:

@@ -1,9 +1,11 @@
-"""NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4 and W4A16_NVFP4.
+"""NVIDIA ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, and MIXED_PRECISION of these.
 
 fp8:   weight F8_E4M3[out, in] and weight_scale: one number, one for each output, or [out / 128, 1, in / 128, 1] for
        blocks. weight = code * weight_scale.
 NVFP4: weight U8[out, in / 2], weight_scale F8_E4M3[out, in / 16] and weight_scale_2 F32, one number.
        weight = code * (weight_scale * weight_scale_2).
+
+MIXED_PRECISION: `quantized_layers` has the algorithm of each packed module, or of all modules below a name.
 
 Activations are not rounded, so nothing reads input_scale. The config is hf_quant_config.json, or quantization_config
 with quant_method modelopt. Source: nvidia-modelopt 0.47, torch/export/ and torch/quantization/qtensor/.
@@ -14,7 +16,7 @@ import fnmatch
 
 import numpy as np
 
-from jpaged.loading.quantized.config import Values
+from jpaged.loading.quantized.config import Values, in_text_model, refused
 from jpaged.loading.quantized.formats import Format
 from jpaged.loading.quantized.fp4 import NVFP4_GROUP, Nvfp4, unpacked
 from jpaged.loading.quantized.fp8 import MATRIX, by_output, fp8_codes, output_shapes
@@ -24,6 +26,7 @@ _BLOCK = 128  # outputs and inputs
 _BLOCKS = "fp8_pb_wo"
 _FP4_ALGORITHMS = ("nvfp4", "w4a16_nvfp4")
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", _BLOCKS, *_FP4_ALGORITHMS)
+_MIXED, _LAYERS = "mixed_precision", "quantized_layers"
 _NVFP4 = Nvfp4(codes="weight", factor="weight_scale_2", divides=False)
 
 
@@ -34,24 +37,32 @@ class ModelOpt(Format):
 
     def __init__(self, config: Values):
         config = config.inner("quantization") if "quantization" in config else config
-        self._algorithm = config.choice("quant_algo", accepted=_ALGORITHMS)
-        self._is_fp4 = self._algorithm in _FP4_ALGORITHMS
-        if self._is_fp4:
-            config.choice("group_size", accepted=(NVFP4_GROUP,), default=NVFP4_GROUP)
-        self._excluded = config.names("exclude_modules", "ignore")
+        whole = config.choice("quant_algo", accepted=(*_ALGORITHMS, _MIXED))
+        if whole != _MIXED:
+            self._by_module = {"": _algorithm(config)}
+        elif _LAYERS in config:
+            named = config.inner(_LAYERS).items()
+            self._by_module = {in_text_model(name): _algorithm(values) for name, values in named}
+        else:
+            raise refused(_LAYERS, None, "must have the quant_algo of each packed module in MIXED_PRECISION")
+        self._excluded = tuple(map(in_text_model, config.names("exclude_modules", "ignore")))
 
     def excluded(self, module: str) -> str | None:
-        found = next((pattern for pattern in self._excluded if fnmatch.fnmatchcase(module, pattern)), None)
-        return None if found is None else f"exclude_modules has {found!r}"
+        name = in_text_model(module)
+        found = next((pattern for pattern in self._excluded if fnmatch.fnmatchcase(name, pattern)), None)
+        if found is not None:
+            return f"exclude_modules has {found!r}"
+        return None if self._algorithm_of(module) is not None else f"{_LAYERS} does not name it"
 
     def header(self, parts: Parts) -> Header:
-        if self._is_fp4:
+        algorithm = self._algorithm_of(parts.module)
+        if algorithm in _FP4_ALGORITHMS:
             return _NVFP4.header(parts, "a matrix of ModelOpt's NVFP4 has weight, weight_scale and weight_scale_2")
         because = "a matrix of ModelOpt's FP8 has weight and weight_scale"
         outputs, inputs = parts.matrix("weight", because, ("F8_E4M3",))
-        if self._algorithm == "fp8":
+        if algorithm == "fp8":
             shapes, meaning = MATRIX, "the matrix"
-        elif self._algorithm != _BLOCKS:
+        elif algorithm != _BLOCKS:
             shapes, meaning = output_shapes(outputs), "out"
         else:
             rows, columns = -(-outputs // _BLOCK), -(-inputs // _BLOCK)
@@ -60,9 +71,10 @@ class ModelOpt(Format):
         return dataclasses.replace(self.declared(parts.module, (outputs, inputs)), scales=scales.dtype)
 
     def declared(self, module: str, shape: tuple[int, int]) -> Header:
-        if self._is_fp4:
+        algorithm = self._algorithm_of(module)
+        if algorithm in _FP4_ALGORITHMS:
             return _NVFP4.declared(shape)
-        if self._algorithm != _BLOCKS:
+        if algorithm != _BLOCKS:
             return Header("weight", shape, "fp8", 8, shape[1], "F32", None)
         return Header("weight", shape, "fp8", 8, min(_BLOCK, shape[1]), "F32", None, block=_BLOCK)
 
@@ -70,13 +82,30 @@ class ModelOpt(Format):
         return module.rpartition(".")[2] == "lm_head"
 
     def codes(self, parts: Parts, header: Header) -> np.ndarray:
-        return unpacked(parts.array("weight")) if self._is_fp4 else fp8_codes(parts)
+        return unpacked(parts.array("weight")) if header.kind == "fp4" else fp8_codes(parts)
 
     def scales(self, parts: Parts, header: Header) -> np.ndarray:
-        return _NVFP4.scales(parts) if self._is_fp4 else by_output(parts.scales("weight_scale", is_fp8=True), header)
+        if header.kind == "fp4":
+            return _NVFP4.scales(parts)
+        return by_output(parts.scales("weight_scale", is_fp8=True), header)
 
     def outer(self, parts: Parts, header: Header) -> np.ndarray | None:
-        return _NVFP4.outer(parts, header) if self._is_fp4 else None
+        return _NVFP4.outer(parts, header) if header.kind == "fp4" else None
 
     def zeros(self, parts: Parts, header: Header) -> None:
         return None
+
+    def _algorithm_of(self, module: str) -> str | None:
+        """The algorithm of a module, or of the nearest module around it; None: it is not packed."""
+        name = in_text_model(module)
+        while name and name not in self._by_module:
+            name = name.rpartition(".")[0]
+        return self._by_module.get(name)
+
+
+def _algorithm(config: Values) -> str:
+    """The algorithm in a part of the config. Raises ModelLoadError for others, and for other groups."""
+    found = config.choice("quant_algo", accepted=_ALGORITHMS)
+    if found in _FP4_ALGORITHMS:
+        config.choice("group_size", accepted=(NVFP4_GROUP,), default=NVFP4_GROUP)
+    return found
