@@ -90,7 +90,7 @@ class Part(enum.Enum):
 
 
 # Matrices of one expert, for a tensor of all experts and its parts
-_NAMES_OF_ONE = {
+_NAMES_OF_ONE: dict[tuple[str, tuple[Part, ...]], tuple[tuple[str, Part], ...]] = {
     ("gate_up_proj", (Part.GATE, Part.UP)): (("gate_proj", Part.GATE), ("up_proj", Part.UP)),
     ("down_proj", (Part.WHOLE,)): (("down_proj", Part.WHOLE),),
 }

@@ -1,4 +1,4 @@
-"""Size of the KV pool of an earlier start, kept beside the compile cache."""
+"""Size of the KV pool of an earlier start, kept in the folder of the compile cache."""
 
 import dataclasses
 import hashlib
