@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.checkpoint import Checkpoint, TensorSource
 from jpaged.loading.kv_scales import KV_SCALE
 from jpaged.loading.quantized.awq import Awq
 from jpaged.loading.quantized.compressed_tensors import CompressedTensors
@@ -48,7 +48,7 @@ class PackedCheckpoint:
 
     config_name = Checkpoint.config_name
 
-    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]):
+    def __init__(self, checkpoint: TensorSource, config: Mapping[str, Any]):
         """Check the headers of all parts, without reading data. Raises ModelLoadError for unsupported ones.
 
         config: the values of config.json, with quantization_config.

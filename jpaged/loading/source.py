@@ -13,7 +13,8 @@ from jpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jpaged.loading.hub import is_gguf
 from jpaged.loading.mxfp4 import Mxfp4Checkpoint
 from jpaged.loading.packed_checkpoint import PackedCheckpoint, format_of
-from jpaged.loading.quantized.config import MXFP4, method_of, with_quantization
+from jpaged.loading.quantized.config import CONFIG, MXFP4, method_of, with_quantization
+from jpaged.loading.quantized.expert_slices import ExpertSlices
 from jpaged.loading.renamed_tensors import RenamedTensors
 from jpaged.loading.weights import HEAD
 from jpaged.models.families import family_of
@@ -44,7 +45,7 @@ def open_source(
     values = read_config(path, overrides)
     text = text_config(values)
     family_of(text)
-    with open_tensors(path, values) as checkpoint:
+    with open_tensors(path, text) as checkpoint:
         wrapper = wrapper_of(values)
         if wrapper is None:
             yield text, checkpoint
@@ -72,7 +73,8 @@ def open_tensors(folder: Path, values: Mapping[str, Any]) -> Iterator[TensorSour
         format_of(values)  # raises if it is not supported
     with Checkpoint(folder) as checkpoint:
         if is_packed:
-            yield PackedCheckpoint(checkpoint, values)
+            block = values[CONFIG].get("weight_block_size")  # of outputs and inputs; `format_of` has checked it
+            yield PackedCheckpoint(ExpertSlices(checkpoint, block[0] if block else None), values)
             return
         packed = Mxfp4Checkpoint(checkpoint)
         yield packed if packed.is_packed else checkpoint

@@ -14,9 +14,9 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
 from jpaged.loading import load_model
-from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.drafters import load_drafter
 from jpaged.loading.model_description import declared_weights, describe
+from jpaged.loading.source import open_tensors
 from jpaged.loading.weights import assemble, plan_weights
 from jpaged.models.families import family_of
 from jpaged.models.families.config import CheckpointConfig
@@ -54,7 +54,7 @@ def experts_of(folder: Path) -> dict[tuple[int | None, str], np.ndarray]:
     """The leaves of experts, on the host."""
     values = json.loads((folder / "config.json").read_text())
     family, config = family_of(values), CheckpointConfig(values)
-    with Checkpoint(folder) as checkpoint:
+    with open_tensors(folder, values) as checkpoint:
         plan = plan_weights(family, family.spec(config), family.constants(config), checkpoint)
         return {
             (each.leaf.layer, each.leaf.leaf): assemble(each, checkpoint, np.dtype(np.float32))
@@ -138,9 +138,54 @@ def test_a_quantised_release_of_qwen3_5(tmp_path: Path) -> None:
             for leaf, array in other.items():
                 np.testing.assert_allclose(dense(layer)[leaf], array, rtol=1e-6, atol=1e-7, err_msg=leaf)
     assert tree_bytes(describe(options, "cpu").params) == tree_bytes(found.params)
+    inside = {"text_config": values | {"quantization_config": config.pop("quantization_config")}}
+    (whole / "config.json").write_text(json.dumps(config | inside))  # as in Kimi K2.5
+    assert tree_bytes(describe(options, "cpu").params) == tree_bytes(found.params)
     (whole / "model.safetensors").unlink()
     assert tree_bytes(describe(options, "cpu").params) == tree_bytes(found.params)  # from the config alone
     assert declared_weights(options, whole)[2] == "fp8"
+
+
+def with_fp8_experts(tensors: dict[str, np.ndarray], rows: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The tensors of all experts in fp8, with a scale for each expert (rows: 1), or for each output (0).
+
+    rows: outputs of a block. Also returns the numbers of all tensors.
+    """
+    packed: dict[str, Any] = {}
+    numbers = dict(tensors)
+    for name, values in tensors.items():
+        if not name.endswith((GATE_UP, DOWN)):
+            packed[name] = values
+            continue
+        experts, outputs, inputs = values.shape
+        size = {0: (1, inputs), 1: (outputs, inputs)}.get(rows, (rows, rows))
+        blocks = values.reshape(experts, outputs // size[0], size[0], inputs // size[1], size[1])
+        scales = np.abs(blocks).max((2, 4), keepdims=True) / 448
+        codes = (blocks / scales).astype(ml_dtypes.float8_e4m3fn)
+        numbers[name] = (codes.astype(np.float32) * scales).reshape(values.shape)
+        packed |= {name: codes.reshape(values.shape), f"{name}_scale_inv": scales[:, :, 0, :, 0]}
+        packed[f"{name}_activation_scale"] = np.ones((), np.float32)
+    return packed, numbers
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16])
+def test_fp8_tensors_of_all_experts(rows: int, tmp_path: Path) -> None:
+    """Mistral Small 4's release: an fp8 tensor of all experts is read as a matrix for each expert."""
+    write_checkpoint(BY_NAME["mistral4"], 3, tmp_path)
+    packed, numbers = with_fp8_experts(tensors_of(tmp_path), rows)
+    write_safetensors(tmp_path / "model.safetensors", numbers)
+    expected = experts_of(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", packed)
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [16, 16] if rows > 1 else None}
+    change_config(tmp_path, quantization_config=config)
+    found = experts_of(tmp_path)
+    assert found.keys() == expected.keys()
+    for leaf, values in expected.items():
+        np.testing.assert_allclose(found[leaf], values, rtol=1e-6)
+    if rows > 1:
+        change_config(tmp_path, quantization_config=config | {"weight_block_size": [48, 48]})
+        with pytest.raises(ModelLoadError, match=r"gate_up_proj_scale_inv \[.*\] does not fit"):
+            experts_of(tmp_path)
 
 
 def renamed(name: str) -> str:

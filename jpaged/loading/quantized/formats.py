@@ -4,7 +4,7 @@ import abc
 
 import numpy as np
 
-from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.quantized.matrix_tensors import Header, Parts
 
 CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # dtypes of a tensor "weight" that holds codes
@@ -16,7 +16,7 @@ class Format(abc.ABC):
     parts: tuple[str, ...]  # tensors that a module has only if it is packed
     hidden: tuple[str, ...] = ("input_scale",)  # further tensors of a packed module, which are not read
 
-    def modules(self, checkpoint: Checkpoint) -> list[str]:
+    def modules(self, checkpoint: TensorSource) -> list[str]:
         """Modules that have at least one part, or codes instead of weights."""
         found = set()
         for name in checkpoint.names:

@@ -6,7 +6,7 @@ import re
 import numpy as np
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.quantized.config import Values, refused
 
 # k_scale next to the attention's matrices, or inside k_proj (ModelOpt); older files: k_proj.output_scale
@@ -45,7 +45,7 @@ def is_kv_tensor(name: str) -> bool:
     return _SCALE.fullmatch(name) is not None or _ZERO.fullmatch(name) is not None
 
 
-def check_kv_zeros(checkpoint: Checkpoint) -> None:
+def check_kv_zeros(checkpoint: TensorSource) -> None:
     """Raise ModelLoadError if a zero point of the KV cache is not 0."""
     for name in checkpoint.names:
         if _ZERO.fullmatch(name) and checkpoint.array(name).astype(np.float32).any():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.checkpoint import Checkpoint
+from jpaged.loading.checkpoint import TensorSource
 from jpaged.loading.safetensors_file import TensorEntry
 
 FLOATS = ("F16", "BF16", "F32")
@@ -56,7 +56,7 @@ class Header:
 class Parts:
     """The tensors MODULE.PART of one packed matrix MODULE.weight."""
 
-    def __init__(self, checkpoint: Checkpoint, module: str):
+    def __init__(self, checkpoint: TensorSource, module: str):
         self.checkpoint = checkpoint
         self.module = module
         self._called_for: set[str] = set()
