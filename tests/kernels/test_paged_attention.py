@@ -120,7 +120,8 @@ def test_matches_float64(name, implementation, tiling):
     shape = SHAPES[name]
     if implementation == "cpu" and library.native(cpu.KERNEL).name is None:
         pytest.skip(library.native(cpu.KERNEL).reason)
-    tolerance = 1e-5 if shape.dtype == "float32" and shape.table_keys > 1024 else TOLERANCE[shape.dtype]
+    long_sums = shape.table_keys > 1024 or shape.head_dim > 256  # a sum of 512 products has an error of 2.2e-6
+    tolerance = 1e-5 if shape.dtype == "float32" and long_sums else TOLERANCE[shape.dtype]
 
     def compare(rows, seed, shared):
         case = make_case(shape, rows, seed=seed, shared=shared)
