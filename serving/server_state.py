@@ -36,15 +36,8 @@ class Server:
 
     def model_name(self, asked: str | None) -> str:
         """Return the model name for the answer, or the adapter's. Raises APIError 404 for a name that is not served."""
-        if asked is None:
-            return self.model_names[0]
-        if asked in self.model_names or self.lora_request(asked) is not None:
-            return asked
-        known = " or ".join(self.model_names)
-        if self.adapters is not None:
-            known += f", or an adapter ({self.adapters.names_text()})"
-        message = f"model is not served here: use {known}, got {shown(asked)}"
-        raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+        self.lora_request(asked)
+        return self.model_names[0] if asked is None else asked
 
     def base_name(self, asked: str | None) -> str:
         """`model_name` for a route that cannot use adapters. Raises APIError 400 for an adapter."""
@@ -55,10 +48,20 @@ class Server:
         return name
 
     def lora_request(self, asked: str | None) -> LoRARequest | None:
-        """The adapter of a request's `model`; None: the model alone."""
-        if asked is None or self.adapters is None or asked in self.model_names:
+        """The adapter of a request's `model`; None: the model alone. Raises APIError 404 for a name that is not served.
+
+        An adapter may be unloaded while the request's prompt is prepared. The model alone must not answer for it.
+        """
+        if asked is None or asked in self.model_names:
             return None
-        return self.adapters.request(asked)
+        found = None if self.adapters is None else self.adapters.request(asked)
+        if found is not None:
+            return found
+        known = " or ".join(self.model_names)
+        if self.adapters is not None:
+            known += f", or an adapter ({self.adapters.names_text()})"
+        message = f"model is not served here: use {known}, got {shown(asked)}"
+        raise APIError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
     def chat_of(self, asked: str | None) -> ChatFormats:
         """Chat template and formats for a request's `model`. An adapter's own template replaces the model's."""

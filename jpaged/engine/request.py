@@ -295,14 +295,16 @@ class Request:
         if self.extras is None:
             raise EngineError(f"request {self.request_id} has no mask")
         words = self.extras.mask(token_ids, num_output_tokens)
+        only = None
         if budget is not None and (forced := budget.forced) is not None:
             only = np.zeros_like(words)
             only[forced // 32] = np.uint32(1 << forced % 32)
-            return only
         if matcher is None:
-            return words
+            return words if only is None else only
         allowed = np.empty_like(words)
         matcher.mask_into(allowed)
+        if only is not None and (allowed & only).any():  # otherwise inside a character, which the end tag must follow
+            return only
         allowed &= words
         if not allowed.any():
             raise RequestError("structured_outputs", self.params.structured_outputs, "allows only tokens here that "

@@ -36,6 +36,16 @@ from tests.support.http_server import running
 
 ADMIN = {"Authorization": "Bearer look"}
 TEMPLATE = "{{ messages[0].content }}!"
+TURN, ONE = {"role": "user", "content": "hi"}, {"max_tokens": 1}
+BODIES = {  # of every route that generates
+    "/v1/completions": {"prompt": ["a", "b"]} | ONE,
+    "/v1/chat/completions": {"messages": [TURN]} | ONE,
+    "/v1/chat/completions/batch": {"messages": [[TURN]]} | ONE,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [TURN]} | ONE,
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": ONE},
+    "/invocations": {"prompt": "a"} | ONE,
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +105,7 @@ def asked(engine) -> list[str | None]:
 
 
 def test_every_generating_route_takes_the_adapter_of_its_model(client, url, engine):
-    more = {"max_tokens": 1}
-    turn = [{"role": "user", "content": "hi"}]
-    bodies = {
-        "/v1/completions": {"prompt": ["a", "b"]} | more,
-        "/v1/chat/completions": {"messages": turn} | more,
-        "/v1/chat/completions/batch": {"messages": [turn]} | more,
-        "/v1/responses": {"input": "hi", "max_output_tokens": 1},
-        "/v1/messages": {"messages": turn} | more,
-        "/inference/v1/generate": {"token_ids": [1], "sampling_params": more},
-        "/invocations": {"prompt": "a"} | more,
-    }
-    for path, body in bodies.items():
+    for path, body in BODIES.items():
         engine.seen_adapters.clear()
         answer = httpx.post(url + path, json={"model": "sql", **body}).raise_for_status().json()
         assert answer.get("model", "sql") == "sql"
@@ -115,9 +114,30 @@ def test_every_generating_route_takes_the_adapter_of_its_model(client, url, engi
         httpx.post(url + path, json=body).raise_for_status()
         assert set(asked(engine)[-2:]) == {None}, path
     engine.seen_adapters.clear()
-    chunks = list(client.chat.completions.create(model="sql", messages=turn, stream=True, **more))
+    chunks = list(client.chat.completions.create(model="sql", messages=[TURN], stream=True, max_tokens=1))
     assert {chunk.model for chunk in chunks} == {"sql"}
     assert asked(engine) == ["sql"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_that_is_unloaded_while_a_prompt_is_prepared(url, engine, registry, folders, monkeypatch, stream):
+    """The request is refused. The model alone does not answer in the adapter's name."""
+    model_name = Server.model_name
+
+    def unloaded_next(server, name):
+        found = model_name(server, name)
+        registry.remove("sql")
+        return found
+
+    monkeypatch.setattr(Server, "model_name", unloaded_next)
+    for path, body in BODIES.items():
+        registry.get(LoRARequest("sql", 1, str(folders / "allowed" / "sql")))
+        said = httpx.post(url + path, json={"model": "sql", **body} | ({"stream": True} if stream else {}))
+        if stream and "/batch" in path:
+            continue  # has no streams
+        assert said.status_code == 404 or '"type":"response.failed"' in said.text, path
+        assert "model is not served here" in said.text, path
+    assert not engine.seen_adapters
 
 
 def test_adapters_are_listed_with_their_base_model(client, url, folders):

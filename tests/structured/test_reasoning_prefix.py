@@ -6,8 +6,13 @@ import json
 import pytest
 from tokenizers import AddedToken
 
+from jpaged import SamplingParams
 from jpaged.engine.grammar import GrammarCompiler, GrammarMatcher, ReasoningPrefix
+from jpaged.engine.output.reasoning_budget import EncodedReasoningTags, ReasoningBudget
+from jpaged.engine.request import Request
+from jpaged.engine.sampling_extras import SamplingExtras, unpack_mask
 from jpaged.loading.tokenizer import load_tokenizer
+from jpaged.outputs import RequestMetrics
 from jpaged.params.reasoning_tags import REASONING_PARSERS, ReasoningTags
 from jpaged.params.structured_outputs import StructuredOutputsParams
 from jpaged.parsers.answer_parser import AnswerReader
@@ -109,6 +114,28 @@ def test_tags_that_are_special_tokens(opened):
         assert at.accept(token_id)
     assert at.is_finished or at.is_accepting
     made.compiler.close()
+
+
+def test_a_used_up_budget_waits_for_the_end_of_a_character(demo: Model):
+    """A grammar allows no end tag inside a character of several tokens. The rest of the character comes first."""
+    tokenizer, params = load_tokenizer(DEMO), SamplingParams(structured_outputs={"json": SCHEMA})
+    end_ids = tokenizer.encode(TAGS.end, add_special_tokens=False)
+    character = tokenizer.encode("🎉", add_special_tokens=False)
+    assert len(character) > 2  # tokens of single bytes
+    eos = frozenset(demo.eos_token_ids)
+    extras = SamplingExtras(params, demo.vocab_size)
+    request = Request("0", [5], params, 100, eos, None, RequestMetrics(0.0), extras=extras)
+    at = request.output.matcher = matcher(demo, {"json": SCHEMA}, opened=True)
+    tags = EncodedReasoningTags(TAGS.start.encode(), TAGS.end.encode(), tuple(end_ids))
+    budget = request.output.reasoning_budget = ReasoningBudget(tags, 1, opened=True)
+    for place, token_id in enumerate([*character, *end_ids]):
+        allowed = unpack_mask(request.mask()).tolist()
+        assert token_id in allowed
+        assert (allowed == [token_id]) == (place >= len(character)) == (budget.forced == token_id)
+        assert at.accept(token_id)
+        budget.append(token_id, demo.token_bytes[token_id])
+        request.token_ids.append(token_id)
+    assert budget.forced is None
 
 
 def test_harmony_is_written_with_special_tokens():
