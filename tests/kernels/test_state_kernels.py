@@ -170,7 +170,29 @@ def test_decodes_and_chunks_of_kernels_for_accelerators(operation, implementatio
         oracle.check(shape, oracle.make_case(shape, rows, seed=seed), implementation, factor=4)
 
 
-@pytest.mark.parametrize("operation", ["gated_delta", pytest.param("mamba2", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", SCANS)
+def test_chunks_on_nvidia_write_states_to_other_slots(operation):
+    shape = dataclasses.replace(SCANS[operation], targets=True)
+    rows = ((1, 9), (100, 40), (0, 0), (40, 128), (5, 63))
+    oracle.check(shape, oracle.make_case(shape, rows), "triton", factor=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+def test_chunks_by_channel_of_published_sizes(implementation, dtype):
+    """Heads of 128, as in Kimi Linear, and keys that two heads of values share."""
+    for k_heads, k_dim, v_dim in ((2, 128, 128), (1, 48, 40)):
+        sizes = {"heads": 2, "k_heads": k_heads, "k_dim": k_dim, "v_dim": v_dim}
+        shape = dataclasses.replace(SCANS["by_channel"], **sizes, dtype=dtype)
+        rows = ((97, 31), (1, 9), (62, 64))
+        oracle.check(shape, oracle.make_case(shape, rows), implementation, factor=4)
+
+
+@pytest.mark.parametrize(
+    "operation", ["gated_delta", *(pytest.param(name, marks=slow) for name in ("by_channel", "mamba2"))]
+)
 def test_bits_on_nvidia_do_not_depend_on_the_step_before_a_whole_chunk(operation):
     """A prompt that is cut at a multiple of the chunk, next to another row or alone: the same bits."""
     shape = SCANS[operation]
