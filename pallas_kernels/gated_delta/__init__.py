@@ -58,8 +58,7 @@ def gated_delta(
                    other, "xla" one token of each row at a time, "cpu" a native kernel for CPU. A row's bits on CPU
                    depend on its own tokens only, not on how they are divided into calls. "triton" are kernels for
                    NVIDIA and "mosaic_tpu" for TPU: rows of up to 32 tokens one after the other, longer rows in chunks
-                   that are counted from position 0. With a decay for each channel all rows are computed one token after
-                   the other. On CPU these run in interpret mode.
+                   that are counted from position 0. On CPU these run in interpret mode.
 
     Sums are float32. out has v's dtype. Raises ValueError, which names the argument, if shapes or dtypes do not fit, or
     if the implementation refuses the call.

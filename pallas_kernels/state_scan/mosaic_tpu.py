@@ -3,7 +3,6 @@
 - `state_step_tpu`: tokens of rows with up to FEW tokens, one after the other. A program has a token and up to
   MOST_HEADS heads. Pallas fetches the state of the next row, and writes that of the row before, while a program works.
   In a call with targets, the row's last program copies the state to its target instead.
-  With a decay for each channel, rows of any length.
 - `state_chunks_tpu`: longer rows, in chunks of CHUNK tokens as matmuls. A program has a chunk and a head. XLA gathers
   the tokens of the chunks first, because a TPU reads and writes whole tiles of memory. A call with `max_query_len` up
   to FEW leaves it out.
@@ -23,7 +22,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.platforms import refuse_tpu
 from pallas_kernels.state_scan.call import ScanCall
-from pallas_kernels.state_scan.chunk import CHUNK, FEW, Chunks, compute_chunk
+from pallas_kernels.state_scan.chunk import CHUNK, FEW, Chunks, compute_channel_chunk, compute_chunk
 from pallas_kernels.state_scan.reference import l2_norm
 
 Ref = Any  # an array inside a kernel
@@ -38,7 +37,9 @@ def refuse(device: Any, call: ScanCall) -> str | None:
     if call.v.dtype not in (jnp.float32, jnp.bfloat16) or call.q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"q of {call.q.dtype}, v of {call.v.dtype}: it takes float32 and bfloat16"
     k_dim, v_dim = call.states.shape[2:]
-    if call.targets is not None and call.max_query_len > _most_few(call):
+    if call.by_channel and not call.is_delta:
+        return "a decay for each channel without the delta rule: it takes one decay for each head"
+    if call.targets is not None and call.max_query_len > FEW:
         return f"targets of rows with {call.max_query_len} tokens: it takes targets of rows with up to {FEW} tokens"
     if k_dim % 8 or k_dim * -(-v_dim // 128) * 512 > MOST_BYTES:
         return f"states of {k_dim} x {v_dim} numbers: it takes multiples of 8 rows, and up to {MOST_BYTES >> 10} KiB"
@@ -50,16 +51,11 @@ def state_scan(
 ) -> tuple[Float[Array, "tokens heads v_dim"], Float[Array, "slots heads k_dim v_dim"]]:
     """See `pallas_kernels.state_scan`. interpret: run the kernels in XLA operations, on any platform."""
     out, states = _steps(call, call.states, interpret)
-    if call.max_query_len <= _most_few(call):
+    if call.max_query_len <= FEW:
         return out, states
     longer, states = _chunks(call, states, interpret)
     begins, ends = call.query_start_loc[:-1], call.query_start_loc[1:]
     return jnp.where(((ends - begins) > FEW)[_row_of_token(call)][:, None, None], longer, out), states
-
-
-def _most_few(call: ScanCall) -> int:
-    """Maximum number of tokens of a row that are computed one after the other."""
-    return max(FEW, call.max_query_len) if call.by_channel else FEW
 
 
 def _row_of_token(call: ScanCall) -> Array:
@@ -109,7 +105,7 @@ def _steps(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array]
     keys = max(1, block // call.v_per_k)  # heads of q and k in a block
     begins, ends = call.query_start_loc[:-1], call.query_start_loc[1:]
     row, token = _row_of_token(call), jnp.arange(tokens, dtype=jnp.int32)
-    is_computed = (token < ends[-1]) & (ends - begins <= _most_few(call))[row]
+    is_computed = (token < ends[-1]) & (ends - begins <= FEW)[row]
     token = jnp.argsort(~is_computed, stable=True).astype(jnp.int32)  # those that are computed come first
     count, row = jnp.sum(is_computed, dtype=jnp.int32), row[token]
     how = jnp.where(token > begins[row], CONTINUE, jnp.where(call.positions[row] == 0, ZEROS, LOAD))
@@ -247,15 +243,19 @@ def _chunks(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array
     def spec(*shape: int, v_per_k: int = 1) -> Any:
         return pl.BlockSpec((1, 1, *shape), lambda head, i, *_: (i, lax.div(head, v_per_k), 0, 0))
 
-    numbers = jnp.stack([gather(call.decay), gather(call.factor)], axis=2)
+    if call.by_channel:
+        decay, decay_spec = gather(call.decay), spec(CHUNK, k_dim)
+    else:
+        decay, decay_spec = gather(call.decay)[:, :, None], spec(1, CHUNK)
     key_spec = spec(CHUNK, k_dim, v_per_k=call.v_per_k)
     skip = jnp.zeros(heads, jnp.float32) if call.skip is None else call.skip
     out, states = _launch(
-        functools.partial(_chunk_kernel, scale=call.scale, is_delta=call.is_delta),
+        functools.partial(_chunk_kernel, scale=call.scale, is_delta=call.is_delta, by_channel=call.by_channel),
         "state_chunks_tpu", (heads, jnp.maximum(count, 1)), (call.slots[row], how),
         [
             (gather(call.q), key_spec), (gather(call.k), key_spec), (gather(call.v), spec(CHUNK, v_dim)),
-            (numbers, spec(2, CHUNK)), (skip.reshape(-1, 1, 1), pl.BlockSpec((1, 1, 1), lambda head, *_: (head, 0, 0))),
+            (decay, decay_spec), (gather(call.factor)[:, :, None], spec(1, CHUNK)),
+            (skip.reshape(-1, 1, 1), pl.BlockSpec((1, 1, 1), lambda head, *_: (head, 0, 0))),
         ],
         states, pl.BlockSpec((1, 1, k_dim, v_dim), lambda head, i, slot, _: (slot[i], head, 0, 0)),
         jax.ShapeDtypeStruct((chunk.shape[0], heads, CHUNK, v_dim), call.v.dtype), spec(CHUNK, v_dim), interpret,
@@ -266,20 +266,20 @@ def _chunks(call: ScanCall, states: Array, interpret: Any) -> tuple[Array, Array
 
 
 def _chunk_kernel(
-    slot_ref: Ref, how_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, numbers_ref: Ref, skip_ref: Ref, old_ref: Ref,
-    out_ref: Ref, state_ref: Ref, *, scale: float, is_delta: bool,
+    slot_ref: Ref, how_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, decay_ref: Ref, factor_ref: Ref, skip_ref: Ref,
+    old_ref: Ref, out_ref: Ref, state_ref: Ref, *, scale: float, is_delta: bool, by_channel: bool,
 ) -> None:  # fmt: skip
     """One chunk of one head."""
     how = how_ref[pl.program_id(1)]
     _begin(how, old_ref, state_ref)
+    compute = compute_channel_chunk if by_channel else functools.partial(compute_chunk, is_delta=is_delta)
 
     @pl.when(how != COPY)
     def _compute() -> None:
         q, k, v = (ref[0, 0].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
         if is_delta:
             q, k = l2_norm(q), l2_norm(k)
-        decay, factor = (numbers_ref[0, 0, n : n + 1] for n in range(2))
-        out, state = compute_chunk(q, k, v, decay, factor, state_ref[0, 0], is_delta=is_delta, dot=_dot)
+        out, state = compute(q, k, v, decay_ref[0, 0], factor_ref[0, 0], state_ref[0, 0], dot=_dot)
         state_ref[0, 0] = state
         out_ref[0, 0] = (scale * out + skip_ref[0] * v).astype(out_ref.dtype)
 

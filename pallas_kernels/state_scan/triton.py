@@ -1,7 +1,6 @@
 """state_scan for NVIDIA in Pallas, lowered through Triton. The kernels update the states in place.
 
-- `state_step`: rows of up to FEW tokens, one after the other. A decode is one token. With a decay for each channel,
-  rows of any length.
+- `state_step`: rows of up to FEW tokens, one after the other. A decode is one token.
 - The kernels of triton_chunks.py: longer rows. Not in a call with `max_query_len` up to FEW.
 
 A program has a row, a head, and a block of the state's columns, which stays in registers for all tokens of the row.
@@ -35,6 +34,8 @@ def refuse(device: Any, call: ScanCall) -> str | None:
     k_dim, v_dim = call.states.shape[2:]
     if not LEAST <= k_dim <= MOST_ROWS or v_dim < LEAST:
         return f"states of {k_dim} x {v_dim} numbers: it takes {LEAST} to {MOST_ROWS} rows, and {LEAST} columns or more"
+    if call.by_channel and not call.is_delta:
+        return "a decay for each channel without the delta rule: it takes one decay for each head"
     if not call.v.size or not call.states.size:
         return "there is nothing to compute"
     return refuse_triton(device)
@@ -57,7 +58,7 @@ def state_scan(
         input_output_aliases={len(given): 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
     )(*given, call.states)  # fmt: skip
-    if call.max_query_len > FEW and not call.by_channel:
+    if call.max_query_len > FEW:
         out, states = add_chunks(call, skip, out, states, interpret=interpret)
     return out, states
 
@@ -97,7 +98,7 @@ def _step_kernel(
         plgpu.store(out_ref.at[t, head, column], out.astype(out_ref.dtype), mask=inside & has_column)
         return state
 
-    @pl.when((end > begin) & (call.by_channel | (end - begin <= FEW)))
+    @pl.when((end > begin) & (end - begin <= FEW))
     def _scan() -> None:
         state = load(states_ref, slots_ref[row], head, at[:, None], column[None, :], mask=mask & (position > 0))
         state = lax.fori_loop(begin, end, add, state)

@@ -30,21 +30,16 @@ SOME_CONVOLUTIONS = pytest.mark.parametrize(
 @SOME_SCANS
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_kernels_lower(platform, name):
-    """The kernel of the platform is chosen. A call without long rows, or by channel, has no kernel for chunks."""
+    """The kernel of the platform is chosen. A call without long rows has no kernel for chunks."""
     suffix = "_tpu" if platform == "tpu" else ""
     chunks = {"state_chunks"} if platform == "tpu" else {"state_matrices", "state_chunks"}
     for most in (FEW, FEW + 1):
-        expected = {"state_step", *(chunks if has_chunks(name, most) else ())}
+        expected = {"state_step", *(chunks if most > FEW else ())}
         text = lower_for(platform, *lowered.scan(name, most, None))
         if most == FEW:
             assert f"state_step{suffix}" in lower_for(platform, *lowered.to_targets(name, most, None))
         found = re.findall(rf"state_(?:step|matrices|chunks){suffix}\b", text)
         assert set(found) == {each + suffix for each in expected}
-
-
-def has_chunks(name, max_query_len):
-    """True if the call has a kernel for chunks."""
-    return max_query_len > FEW and name not in lowered.BY_CHANNEL
 
 
 def copies(text, states):
@@ -62,10 +57,11 @@ def test_scans_stay_in_place_on_an_h200(name, max_query_len):
     program = compile_for(H200, call, arguments, donate_argnums=argument)
     states, memory = arguments[argument], program.memory_analysis()
     kernels = re.findall(r'name = "state_\w+", num_stages', program.as_text())
-    assert len(kernels) == (3 if has_chunks(name, max_query_len) else 1)
+    assert len(kernels) == (3 if max_query_len > FEW else 1)
     assert copies(program.as_text(), states) == []
     assert memory.alias_size_in_bytes >= 4 * states.size
-    matrices = 4 * has_chunks(name, max_query_len) * lowered.TOKENS * states.shape[1] * (2 * CHUNK + 4)
+    numbers = 2 * CHUNK + (3.2 * lowered.SCANS[name][3] if name in lowered.BY_CHANNEL else 4)  # of a token and head
+    matrices = 4 * (max_query_len > FEW) * lowered.TOKENS * states.shape[1] * numbers
     assert memory.temp_size_in_bytes < states.size // 100 + 1.01 * matrices
 
 
@@ -99,11 +95,10 @@ def test_states_with_targets_stay_in_place_on_a_v5e():
 def test_no_register_is_spilled(name, target, arch, tmp_path):
     """A mixed step has all kernels. Four programs of a decode fit a multiprocessor."""
     made = kernels_of(*lowered.scan(name, 400, None), tmp_path, "state_.*", target=TARGETS[target], arch=arch)
-    kernels = KERNELS if has_chunks(name, 400) else ("state_step",)
-    assert {kernel: facts.spilled_bytes for kernel, facts in made.items()} == dict.fromkeys(kernels, 0)
+    assert {kernel: facts.spilled_bytes for kernel, facts in made.items()} == dict.fromkeys(KERNELS, 0)
     print(*(f"{kernel}: {facts.registers} registers" for kernel, facts in made.items()), sep=", ")
     assert made["state_step"].resident_blocks >= 4
-    if arch == "sm_90a" and has_chunks(name, 400) and lowered.SCANS[name][3] <= 128:
+    if arch == "sm_90a" and lowered.SCANS[name][3] <= 128:
         (loop,) = made["state_chunks"].loops
         assert sum("HGMMA" in i for i in loop) >= 48, "a product does not use Hopper's matmul instructions"
         assert not any(i.startswith("HMMA") for i in loop)
@@ -125,7 +120,7 @@ def test_scans_stay_in_place_on_a_v5e(name, max_query_len):
         call, arguments, place, donate_argnums=argument, out_shardings=(V5E.sharding(), page(states, V5E).format)
     )
     memory = program.memory_analysis()
-    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1 + has_chunks(name, max_query_len)
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1 + (max_query_len > FEW)
     assert copies(program.as_text(), states) == []
     assert memory.alias_size_in_bytes >= 4 * states.size
     assert memory.temp_size_in_bytes < 2 * states.size  # half of the states: tokens gathered in chunks

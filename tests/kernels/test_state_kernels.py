@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.gated_delta import gated_delta
+from pallas_kernels.state_scan import mosaic_tpu
+from pallas_kernels.state_scan.chunk import compute_channel_chunk
 from tests.kernels import state_oracle as oracle
 from tests.support.device_arrays import device_array
 
@@ -170,7 +172,49 @@ def test_decodes_and_chunks_of_kernels_for_accelerators(operation, implementatio
         oracle.check(shape, oracle.make_case(shape, rows, seed=seed), implementation, factor=4)
 
 
-@pytest.mark.parametrize("operation", ["gated_delta", pytest.param("mamba2", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", SCANS)
+def test_chunks_on_nvidia_write_states_to_other_slots(operation):
+    shape = dataclasses.replace(SCANS[operation], targets=True)
+    rows = ((1, 9), (100, 40), (0, 0), (40, 128), (5, 63))
+    oracle.check(shape, oracle.make_case(shape, rows), "triton", factor=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_tpu"])
+def test_chunks_by_channel_of_published_sizes(implementation, dtype):
+    """Heads of 128, as in Kimi Linear, and keys that two heads of values share."""
+    for k_heads, k_dim, v_dim in ((2, 128, 128), (1, 48, 40)):
+        sizes = {"heads": 2, "k_heads": k_heads, "k_dim": k_dim, "v_dim": v_dim}
+        shape = dataclasses.replace(SCANS["by_channel"], **sizes, dtype=dtype)
+        rows = ((97, 31), (1, 9), (62, 64))
+        oracle.check(shape, oracle.make_case(shape, rows), implementation, factor=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [32, 64])
+def test_weak_decays_after_strong_ones_keep_their_bits(size):
+    """The decays before token 16 or 32 add up to -320 or -640: a difference of two sums has an error of 1e-5 then."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((size, 128)) for _ in range(3))
+    q, k = (x / np.linalg.norm(x, axis=1)[:, None] for x in (q, k))
+    decay = np.full((size, 128), -20.0)
+    decay[size // 2 :] = -np.exp(rng.uniform(-7, -4, (size // 2, 1)))
+    given = q, k, v, decay, rng.uniform(0, 1, (1, size)), rng.standard_normal((128, 128))
+    arrays = [device_array(x, "float32") for x in given]
+    out, state = jax.jit(lambda *given: compute_channel_chunk(*given, dot=mosaic_tpu._dot))(*arrays)
+    q, k, v, decay, factor, right = (np.asarray(x).astype(np.float64) for x in arrays)
+    for t in range(size):
+        right *= np.exp(decay[t])[:, None]
+        right += np.outer(k[t], factor[0, t] * (v[t] - k[t] @ right))
+        np.testing.assert_allclose(out[t], q[t] @ right, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(state, right, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "operation", ["gated_delta", *(pytest.param(name, marks=slow) for name in ("by_channel", "mamba2"))]
+)
 def test_bits_on_nvidia_do_not_depend_on_the_step_before_a_whole_chunk(operation):
     """A prompt that is cut at a multiple of the chunk, next to another row or alone: the same bits."""
     shape = SCANS[operation]
