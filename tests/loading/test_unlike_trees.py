@@ -20,9 +20,9 @@ from jpaged.loading.updates import EngineWeights, prepare
 from jpaged.models.spec import WeightLayout
 from jpaged.runtime.weight_update import replace_leaves
 from tests.golden.checkpoints import BY_NAME, write_checkpoint
-from tests.loading.test_updates import Stage
 from tests.support import trainer_trees
 from tests.support.checkpoint_files import assert_same
+from tests.support.live_trees import Stage
 from tests.support.trainer_trees import Checkpoint
 
 MAKERS: dict[str, Callable[[Checkpoint], Any]] = {
