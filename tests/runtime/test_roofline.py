@@ -249,7 +249,7 @@ def test_unlike_layers_read_their_own_keys():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [pytest.param(H200, marks=marks(H200))])
 def test_the_decode_step_of_unlike_layers(target):
-    """The predicted bytes of a decode step are little more than the least."""
+    """The predicted bytes are little more than the least. A sixth are partial sums of matmuls, which are small here."""
     narrow, wide = LayerKV(4, 256), LayerKV(2, 512, values_are_keys=True)
     spec = dataclasses.replace(
         SPEC, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=256, v_norm=True, attention_scale=1.0,
@@ -267,7 +267,7 @@ def test_the_decode_step_of_unlike_layers(target):
     assert decode.least_bytes == kv + 2 * sum(
         leaf.size for leaf in jax.tree.leaves([model.params["layers"], model.params["layer_embed_in"]])
     )
-    assert decode.least_bytes < decode.bytes_moved < 1.15 * decode.least_bytes
+    assert decode.least_bytes < decode.bytes_moved < 1.25 * decode.least_bytes
     assert decode.seconds > decode.least_seconds > 0
 
 
