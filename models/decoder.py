@@ -631,7 +631,7 @@ def _project_unlike(x: Float[Array, "tokens hidden"], context: LayerContext) -> 
     def heads(name: str) -> Array:
         return linear(name, x, context).reshape(x.shape[0], -1, spec.head_dim)
 
-    if "qkv" in params:
+    if params.keys() & {"qkv", "v"}:
         q, k, v = Projection(*_qkv(x, context), None, None, None, None, spec.norm_eps).finish()
     else:
         q, k, v = heads("q"), heads("k") if kv.source is None else None, None

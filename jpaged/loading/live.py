@@ -16,6 +16,7 @@ from jpaged.models.spec import FLOAT32_LEAVES, HASHED, DecoderSpec, WeightLayout
 SPLITS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # fused leaves, and the leaves that may replace them
 _LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _HEAD_MATRICES = ("q", "k", "v", "o")  # may have an axis of heads and one of head_dim
+EXPERT_GATE_UP = "expert_gate_up"  # may have one axis for gate and up: [experts, 2 * intermediate, in]
 _TOP_MATRICES = ("lm_head", "project_in", "project_out")
 _PASS_LAYOUT = "pass layout=jpaged.models.spec.WeightLayout(split_qkv=…, split_gate_up=…, transposed=frozenset({…}))"
 
@@ -48,7 +49,8 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     """Check a tree of JAX arrays against the spec. Returns the caller's arrays, not copies.
 
     params: the tree of `param_shapes(spec, dtype)`. q, k, v ("q" [heads * head_dim, in], …) and gate, up
-        ([intermediate, in]) may be separate leaves. Matrices may be stored [out, in] or [in, out].
+        ([intermediate, in]) may be separate leaves. Matrices may be stored [out, in] or [in, out]. All layers have one
+        layout, also where their heads and widths differ.
     layout: None: detected. Shapes show the orientation. A square matrix has that of its layer's other matrices. If the
         shapes do not determine the orientation, the caller must pass `layout`.
     Raises ModelLoadError that names the leaf, and RequestError for a layout that transposes leaves other than matrices.
@@ -76,7 +78,7 @@ def check_live(spec: DecoderSpec, params: Any, layout: WeightLayout | None = Non
     found = _detect_layout(spec, params, layers) if layout is None else layout
     expected = layout_shapes(spec, dtype, found)
     for i, (layer, shapes) in enumerate(zip(layers, expected["layers"], strict=True)):
-        _check_leaves(f"layers[{i}]", layer, shapes, dtype, spec)
+        _check_leaves(f"layers[{i}]", layer, shapes, dtype, spec.of_layer(i))
     # A pooling model needs no lm_head, but may have one.
     _check_leaves("", params, expected, dtype, spec, unused={"layers", "lm_head"} if spec.pools else {"layers"})
     checked = {name: params[name] for name in expected} | {"layers": tuple(dict(layer) for layer in layers)}
@@ -101,11 +103,11 @@ def layout_shapes(spec: DecoderSpec, dtype: Any, layout: WeightLayout) -> dict[s
         return jax.ShapeDtypeStruct(leaf.shape[::-1], leaf.dtype) if name in layout.transposed else leaf
 
     layers = []
-    for fused in tree["layers"]:
+    for i, fused in enumerate(tree["layers"]):
         layer = dict(fused)
         if layout.split_qkv and "qkv" in layer:
-            qkv = layer.pop("qkv")
-            rows = {"q": spec.num_heads * spec.head_dim} | dict.fromkeys("kv", spec.num_kv_heads * spec.head_dim)
+            qkv, own = layer.pop("qkv"), spec.of_layer(i)
+            rows = {"q": own.num_heads * own.head_dim} | dict.fromkeys("kv", own.num_kv_heads * own.head_dim)
             layer |= {n: jax.ShapeDtypeStruct((rows[n], spec.hidden_size), qkv.dtype) for n in SPLITS["qkv"]}
         if layout.split_gate_up and "gate_up" in layer:
             both = layer.pop("gate_up")
@@ -131,17 +133,13 @@ def merged_shape(found: Sequence[int], wanted: Sequence[int], spec: DecoderSpec)
 
 
 def without_head_axes(spec: DecoderSpec, live: LiveParams) -> LiveParams:
-    """Live arrays with matrices of two axes only, as engines of several devices divide them. Others are copied."""
+    """Live arrays with the axes of `layout_shapes`, as engines of several devices divide them. Others are copied."""
     shapes = layout_shapes(spec, live.dtype, live.layout)["layers"]
     layers = tuple(
-        {name: leaf.reshape(of_layer[name].shape) if _has_heads(name, leaf) else leaf for name, leaf in layer.items()}
+        {n: leaf if leaf.shape == of_layer[n].shape else leaf.reshape(of_layer[n].shape) for n, leaf in layer.items()}
         for layer, of_layer in zip(live.params["layers"], shapes, strict=True)
     )
     return dataclasses.replace(live, params=live.params | {"layers": layers})
-
-
-def _has_heads(name: str, leaf: jax.Array) -> bool:
-    return name in _HEAD_MATRICES and leaf.ndim > 2
 
 
 def _check_layout(layout: WeightLayout) -> None:
@@ -182,7 +180,9 @@ def _dtype(params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> np
 
 def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> WeightLayout:
     """Detect the layout from names and shapes in the first layer. All layers must have the same layout."""
-    first = layers[0] if layers else {}
+    # With unlike layers: a layer with values of its own, which has a fused leaf or three leaves
+    number = next((i for i, kv in enumerate(spec.layer_kv) if kv.source is None and not kv.values_are_keys), 0)
+    first = layers[number] if layers else {}
     plain = WeightLayout(split_qkv="q" in first, split_gate_up="gate" in first)
     expected = layout_shapes(spec, np.float32, plain)
 
@@ -190,9 +190,9 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
         """Return True if the leaf is stored [in, out], False if [out, in], None if it is square."""
         if len(shape) != 2 or shape[0] == shape[1]:
             return None
-        return merged_shape(leaf.shape, shape[::-1], spec) == shape[::-1]
+        return merged_shape(leaf.shape, shape[::-1], spec.of_layer(number)) == shape[::-1]
 
-    wanted = expected["layers"][0] if layers else {}
+    wanted = expected["layers"][number] if layers else {}
     seen = {n: is_turned(first[n], wanted[n].shape) for n in _LAYER_MATRICES if n in first and n in wanted}
     known = {turned for turned in seen.values() if turned is not None}
     if not plain.split_qkv or "gate_up" in wanted:
@@ -200,13 +200,13 @@ def _detect_layout(spec: DecoderSpec, params: Mapping[str, Any], layers: Sequenc
     unknown = [name for name, turned in seen.items() if turned is None]
     if unknown and len(known) > 1:
         raise ModelLoadError(
-            f"params['layers'][0][{unknown[0]!r}] is square, and the layers' other matrices are stored in both "
+            f"params['layers'][{number}][{unknown[0]!r}] is square, and the layers' other matrices are stored in both "
             f"orientations: store them all [out, in], or all [in, out], or {_PASS_LAYOUT}"
         )
     if unknown and not known:
         raise ModelLoadError(
-            f"params['layers'][0][{unknown[0]!r}] and all other matrices of a layer are square, so their shapes do not "
-            f"distinguish [out, in] from [in, out]: {_PASS_LAYOUT}"
+            f"params['layers'][{number}][{unknown[0]!r}] and all other matrices of a layer are square, so their shapes "
+            f"do not distinguish [out, in] from [in, out]: {_PASS_LAYOUT}"
         )
     if known == {True}:
         seen |= dict.fromkeys(unknown, True)
@@ -233,7 +233,8 @@ def _check_leaves(
                 f"{name(leaf)} is missing; the config calls for {dtype.name}{list(shapes[leaf].shape)}"
             )
         wanted, found = shapes[leaf].shape, tuple(leaves[leaf].shape)
-        if (merged_shape(found, wanted, spec) if leaf in _HEAD_MATRICES else found) != wanted:
+        is_joined = leaf == EXPERT_GATE_UP and found == (wanted[0], wanted[1] * wanted[2], wanted[3])
+        if not is_joined and (merged_shape(found, wanted, spec) if leaf in _HEAD_MATRICES else found) != wanted:
             raise ModelLoadError(
                 f"{name(leaf)} has shape {list(found)}, the config calls for {list(wanted)}"
             )

@@ -62,6 +62,10 @@ _NO_SPLIT_GATES = (
     "live arrays of a model with attention gates must be the engine's own tree (jpaged.models.spec.param_shapes), with "
     "the fused leaf qkv: other trees are not read yet"
 )
+_NO_SPLIT_ADAPTERS = (
+    "enable_lora=True with live arrays of a model whose layers have unlike keys and values needs the engine's own tree "
+    "(jpaged.models.spec.param_shapes), with qkv and gate_up fused, stored [out, in]"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,11 +333,6 @@ def _from_live(
         check_depth(reader, len(jax.tree.leaves(params)))
         spec = family_of(values).spec(reader)
     spec = for_runner(spec, config.runner)
-    if spec.layer_kv:
-        raise ModelLoadError(
-            "live arrays of a model whose layers have unlike keys and values (Gemma 3n, Gemma 4) are not read yet: "
-            "save a checkpoint and pass its path"
-        )
     if not is_engine_tree(params):
         if spec.attention_gate:
             raise ModelLoadError(_NO_SPLIT_GATES)
@@ -347,6 +346,8 @@ def _from_live(
     live = check_live(spec, params, layout)
     if spec.attention_gate and live.layout.split_qkv:
         raise ModelLoadError(_NO_SPLIT_GATES)
+    if spec.layer_kv and config.enable_lora and live.layout != WeightLayout():
+        raise ModelLoadError(_NO_SPLIT_ADAPTERS)
     if config.dtype not in ("auto", live.dtype.name):
         resolve_dtype(config.dtype, None, spec)
         raise ModelLoadError(

@@ -46,7 +46,8 @@ from jpaged.quantizing.rounding import find_grid, input_error, output_error, rou
 from jpaged.quantizing.schemes import GROUP_SIZES, SCHEMES, Scheme, quantization_config, scale_dtype
 
 METHODS = ("rtn", "gptq", "awq")
-QUANTIZED = frozenset({"qkv", "o", "gate_up", "up", "down"})  # leaves of a layer that are quantised
+# Leaves of a layer that are quantised. q and k: of layers without values of their own (Gemma 4)
+QUANTIZED = frozenset({"qkv", "q", "k", "o", "gate_up", "up", "down"})
 _SHARD = 5 << 30  # maximum bytes of a safetensors file, unless one tensor is larger
 _HEADS = ("lm_head", "score")
 
@@ -169,13 +170,16 @@ def _plan(path: Path, values: Mapping[str, Any], checkpoint: Checkpoint, method:
         reason = "the matrices of an encoder"
     elif spec.recurrence is not None:
         reason = "a model with recurrent layers"
-    elif spec.layer_kv:
-        reason = "layers with unlike keys and values"
     elif any(tensor.rule.transposed for leaf in plan.leaves if _is_quantized(leaf) for tensor in leaf.leaf.tensors):
         reason = "matrices that are stored [in, out]"
     kinds = values.get("architectures") or [values.get("model_type")]
     if method == "awq" and reason is None and (bad := refuse_awq(spec)) is not None:
         raise ModelLoadError(f"{path}: awq cannot fold its scales into {kinds[0]}, because {bad}: choose --method gptq")
+    if method != "rtn" and reason is None and spec.layer_kv:
+        raise ModelLoadError(
+            f"{path}: {method} runs a text through one layer after another, and layers of {kinds[0]} read keys and "
+            "values of earlier ones: choose --method rtn"
+        )
     if reason is not None:
         raise ModelLoadError(f"{path}: {reason} cannot be quantised yet: {kinds[0]} is not supported by quantize")
     return plan

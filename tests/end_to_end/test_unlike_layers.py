@@ -261,12 +261,6 @@ def test_a_layer_has_no_leaves_that_it_does_not_use():
     assert not {"qkv", "k", "v", "k_norm"} & layers[4].keys()
 
 
-def test_live_arrays_are_refused():
-    params = param_shapes(UNLIKE, jnp.float32)
-    with pytest.raises(ModelLoadError, match="live arrays of a model whose layers have unlike keys and values"):
-        load_model(EngineConfig(model=""), params=params, model_config=UNLIKE)
-
-
 @pytest.mark.slow
 def test_quantised_weights_and_updates(tmp_path):
     """Weights in 8 bits, also of layers with separate q and k. Then weights of another seed, from a folder."""
@@ -282,7 +276,7 @@ def test_quantised_weights_and_updates(tmp_path):
                 first = output.logprobs[0]
                 llm.update_weights(str(tmp_path / "4"))
                 updated = llm.generate(prompt, params)[0].outputs[0].token_ids
-                with pytest.raises(ModelLoadError, match="whose layers have unlike keys and values is not read yet"):
+                with pytest.raises(ModelLoadError, match="has 0 layers, the config calls for 6"):
                     llm.update_weights({"embed": jnp.zeros((2, 2)), "layers": ()})
     assert answers[0] != answers[1] == updated
     with LLM(str(tmp_path / "3"), quantization="int8", **SMALL) as llm:
@@ -290,5 +284,5 @@ def test_quantised_weights_and_updates(tmp_path):
     token = answers[0][0]
     assert rounded.token_ids[0] == token
     assert abs(rounded.logprobs[0][token].logprob - first[token].logprob) < 0.3
-    with pytest.raises(ModelLoadError, match="cannot be quantised yet: Gemma4ForCausalLM is not supported"):
+    with pytest.raises(ModelLoadError, match="experts cannot be quantised yet: Gemma4ForCausalLM is not supported"):
         quantize_checkpoint(str(tmp_path / "3"), tmp_path / "quantised", scheme="w8a8", method="rtn")

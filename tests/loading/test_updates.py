@@ -16,30 +16,16 @@ from jpaged.loading import LoadedModel, load_model
 from jpaged.loading.convert import convert
 from jpaged.loading.live import check_live
 from jpaged.loading.updates import EngineWeights, prepare
-from jpaged.models.new_leaves import slots_of
 from jpaged.models.spec import WeightLayout
 from jpaged.runtime.weight_update import replace_leaves
 from tests.golden.checkpoints import BY_NAME, VARIANTS, Variant, write_checkpoint
 from tests.loading.gguf_files import write_gguf
 from tests.support import trainer_trees
 from tests.support.checkpoint_files import assert_same, tensors_of
+from tests.support.live_trees import Stage
 from tests.support.trainer_trees import Checkpoint
 
 FAMILIES = ["llama", "llama-tied", "qwen2", "gemma2", "mixtral", "gpt2", "gpt-neox", "deepseek-v2", "opt-350m"]
-
-
-class Stage:
-    """The part of a StageRunner that `replace_leaves` uses."""
-
-    def __init__(self, params: Any):
-        self.slots, self.params, self.owned = slots_of(params), params, True
-
-    def take_params(self) -> Any:
-        tree, self.params = self.params, None
-        return {**tree, "layers": tuple(dict(layer) for layer in tree["layers"])}
-
-    def use_params(self, params: Any, *, owned: bool) -> None:
-        self.params, self.owned = params, owned
 
 
 class Model:

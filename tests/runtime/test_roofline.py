@@ -11,14 +11,17 @@ from jax.sharding import Mesh, PartitionSpec
 from jpaged import planning
 from jpaged.collectives import Link, collective_seconds
 from jpaged.errors import ModelLoadError, RequestError
-from jpaged.models.spec import DecoderSpec, Experts, QKNorm, Rope, param_shapes
+from jpaged.models.spec import DecoderSpec, Experts, LayerEmbedding, LayerKV, QKNorm, Rope, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
 from jpaged.runtime.placement import Placement
-from jpaged.runtime.prediction.program_text import Program
+from jpaged.runtime.prediction.program_text import Operation, Program, Traffic
 from jpaged.runtime.prediction.roofline import (
     KERNEL_SECONDS,
     Load,
+    _compile,
+    _cost,
     _of_kernel,
+    _of_load,
     collective_costs,
     experts_read,
     least_bytes,
@@ -28,6 +31,7 @@ from jpaged.runtime.step.batch import ForwardShape
 from jpaged.runtime.targets import TARGETS, Target
 from tests.support.deviceless import H200, V5E, marks
 from tests.support.published_configs import LLAMA as PUBLISHED_LLAMA
+from tests.support.tiny_engine import UNLIKE
 
 # A layer of Qwen3 0.6B's shape, and a small vocabulary.
 SPEC = DecoderSpec(
@@ -218,6 +222,53 @@ def test_the_collectives_of_a_split_model(target, tmp_path):
     kv = 1024 * 2 * 8 * 128
     assert decode.least_bytes == 2 * 2 * (products + kv) // 4  # bf16, 2 layers, 4 devices
     assert decode.least_bytes < decode.bytes_moved < 1.3 * decode.least_bytes
+
+
+def test_unlike_layers_read_their_own_keys():
+    """Layers 1 and 5 have wider heads. The last two write no keys: they read layers 3 and 1."""
+    params = param_shapes(UNLIKE, "float32")
+    config = planning.engine_config("test", {})
+    build = Blueprint.draw(ServedModel(UNLIKE, params), config, Placement.for_target(TARGETS["cpu"])).fit()
+    shape, load = ForwardShape(True, 8, 8, 16), Load(8, 100)
+    kernels = "write_kv paged_decode " * 4 + "paged_decode " * 2
+
+    def call(name):
+        return Traffic(Operation(name, "custom-call", "f32[1]", (), f'name = "{name}"'), 1, 1, 1)
+
+    found = [moved for _, moved, _ in _of_load(build, shape, load, map(call, kernels.split()))]
+    wanted, kv = [], 0
+    for layer, (dim, keys) in enumerate([(16, 20), (32, 100), (16, 20), (16, 20), (16, 20), (32, 100)]):
+        queries, of_token = 8 * 4 * dim * 4, 2 * 2 * dim * 4
+        wanted += [2 * (queries + 8 * of_token)] * (layer < 4) + [queries + 8 * keys * of_token]
+        kv += 8 * keys * of_token
+    assert found == wanted
+    weights = sum(leaf.size for leaf in jax.tree.leaves([params["layers"], params["layer_embed_in"]]))
+    assert least_bytes(build, shape, load) == 4 * weights + kv
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [pytest.param(H200, marks=marks(H200))])
+def test_the_decode_step_of_unlike_layers(target):
+    """The predicted bytes are little more than the least. A sixth are partial sums of matmuls, which are small here."""
+    narrow, wide = LayerKV(4, 256), LayerKV(2, 512, values_are_keys=True)
+    spec = dataclasses.replace(
+        SPEC, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=256, v_norm=True, attention_scale=1.0,
+        sliding_window=(512, None, 512, None), intermediate_sizes=(3072, 3072, 6144, 6144),
+        layer_kv=(narrow, wide, dataclasses.replace(narrow, source=0), dataclasses.replace(wide, source=1)),
+        layer_embed=LayerEmbedding(256, 4096),
+    )  # fmt: skip
+    config = planning.engine_config("test", {"max_num_seqs": 64, "max_num_batched_tokens": 256})
+    model = ServedModel(spec, param_shapes(spec, "bfloat16"))
+    build = Blueprint.draw(model, config, Placement.for_target(target)).fit(free_bytes=2**31)
+    shape = next(one for one in build.blueprint.program_shapes if isinstance(one, ForwardShape) and one.rows == 64)
+    decode = _cost(build, target, shape, Load(64, 1000), _compile(build, target, shape))
+    print(decode)
+    kv = 64 * 2 * (512 + 1000) * 2 * 1024 * 2
+    assert decode.least_bytes == kv + 2 * sum(
+        leaf.size for leaf in jax.tree.leaves([model.params["layers"], model.params["layer_embed_in"]])
+    )
+    assert decode.least_bytes < decode.bytes_moved < 1.25 * decode.least_bytes
+    assert decode.seconds > decode.least_seconds > 0
 
 
 @pytest.mark.parametrize(("shape", "load", "read"), [

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged import LLM, WeightUpdate
+from jpaged.models.new_leaves import slots_of
 from jpaged.models.spec import DecoderSpec
 
 # Matrices [out, in]: outputs of q, k, v, gate and up are split, and inputs of o and down, as Megatron-LM does
@@ -16,6 +17,20 @@ RULES = {
     "q": OUT, "k": OUT, "v": OUT, "gate": OUT, "up": OUT, "o": IN, "down": IN, "embed": OUT, "lm_head": OUT,
     "qkv": OUT, "qkv_bias": OUT, "gate_up": IN,
 }  # fmt: skip
+
+
+class Stage:
+    """The part of a StageRunner that `replace_leaves` uses."""
+
+    def __init__(self, params: Any):
+        self.slots, self.params, self.owned = slots_of(params), params, True
+
+    def take_params(self) -> Any:
+        tree, self.params = self.params, None
+        return {**tree, "layers": tuple(dict(layer) for layer in tree["layers"])}
+
+    def use_params(self, params: Any, *, owned: bool) -> None:
+        self.params, self.owned = params, owned
 
 
 def split(spec: DecoderSpec, params: dict[str, Any], turn: bool = False) -> dict[str, Any]:

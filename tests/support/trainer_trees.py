@@ -58,9 +58,17 @@ def easydel(c: Checkpoint) -> dict[str, Any]:
     """EasyDeL: nnx, kernels [in, out], a norm's weights are its kernel."""
     flat = {}
     for name, array in c.tensors.items():
+        if not name.endswith((".weight", ".bias")):  # a parameter of the layer itself
+            flat[name] = array
+            continue
         end = "embedding" if "embed_tokens" in name else "bias" if name.endswith(".bias") else "kernel"
         flat[f"{name.rpartition('.')[0]}.{end}"] = array.T if array.ndim == 2 and end == "kernel" else array
     return nested(flat)
+
+
+def hugging_face(c: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's own names, and matrices [out, in]."""
+    return nested(c.tensors)
 
 
 def linen(c: Checkpoint) -> dict[str, Any]:

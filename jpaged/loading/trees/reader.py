@@ -9,6 +9,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,14 +18,17 @@ import jax
 import numpy as np
 
 from jpaged.errors import ModelLoadError, RequestError
+from jpaged.loading.live import EXPERT_GATE_UP
+from jpaged.loading.trees.hugging_face import HUGGING_FACE
 from jpaged.loading.trees.kinds import KINDS
 from jpaged.loading.trees.leaves import Recipe, Step, TreeLeaf
 from jpaged.loading.trees.paths import is_named, named_leaves
 from jpaged.loading.trees.table import (
     EMBED,
-    LAYER_NORMS,
     MATRICES,
+    STACKED,
     TOP,
+    UNLIKE,
     Kind,
     Row,
     axis_sizes,
@@ -36,8 +40,9 @@ from jpaged.models.spec import DecoderSpec, QKNorm, WeightLayout
 
 _NUMBER = re.compile(r"\d+")
 _Place = tuple[str, int | None]  # part, and layer
+_OF_KEYS = ("k", "v", "k_norm")
 _OWN_ENDS = (".kernel", ".embedding", ".scale", ".w", "_embedding")  # of names in trainers' trees
-_ENGINE_LEAVES = (*LAYER_NORMS, EMBED, "final_norm", "lm_head")
+_ENGINE_LEAVES = (*STACKED, EMBED, "final_norm", "lm_head")
 
 
 class LeafPlace(NamedTuple):
@@ -121,7 +126,7 @@ def read_tree(
     Raises ModelLoadError that names the leaf, for an unknown name, a missing leaf or another shape.
     """
     is_plain = spec.query_scaling is None and spec.qk_norm in (None, QKNorm.HEAD) and spec.gated
-    if spec.experts is not None or spec.latent is not None or not is_plain:
+    if (spec.experts is not None and not spec.layer_kv) or spec.latent is not None or not is_plain:
         raise ModelLoadError(
             "trees of trainers are read by name for Llama, Qwen 2 and 3, and Gemma only: pass the engine's own tree, "
             "which docs/live_arrays.md lists"
@@ -130,6 +135,11 @@ def read_tree(
     if not names:
         raise ModelLoadError(f"params has no arrays: it is a {type(tree).__name__}")
     kind, rows = _recognise(spec, tuple(names))
+    if spec.layer_kv and kind is not HUGGING_FACE:
+        raise ModelLoadError(
+            f"params has {kind.name}'s names, and trees of a model whose layers have unlike keys and values (Gemma 3n, "
+            f"Gemma 4) are read with the names of {HUGGING_FACE.name} only"
+        )
     folded = kind.folded(spec) if fold else spec
     if folded != spec:
         spec = folded
@@ -215,34 +225,49 @@ def _match(
     kind: Kind, spec: DecoderSpec, names: Mapping[str, Any], known: Mapping[str, tuple[tuple[Row, ...], int]]
 ) -> dict[_Place, _Source]:
     parts: dict[_Place, _Source] = {}
-    wanted = parts_of(spec)
+    of_layers, top = parts_of(spec)
+    every = top.union(*of_layers)
     for name, array in names.items():
         rows, number = known[name]
-        one, stack_axis = _fitting(kind, spec, name, array, rows)
-        if one.parts[0] == "lm_head" and "lm_head" not in wanted[1]:
-            continue  # a tied model may have a copy of its embedding
-        strange = [part for part in one.parts if part not in wanted[0] | wanted[1]]
+        first = rows[0]
+        if first.is_stacked and spec.layer_kv:
+            raise ModelLoadError(
+                f"{name} is stacked over layers, and the layers of this model differ: pass one array for each layer"
+            )
+        if first.parts[0] in _OF_KEYS and _reads_earlier_keys(spec, number):
+            continue  # published checkpoints have keys and values that no layer reads
+        strange = [part for part in first.parts if part not in every and part != "lm_head"]
         if strange:
             raise ModelLoadError(f"params has a leaf {name} ({strange[0]}), which a model with this config has not")
+        one, stack_axis = _fitting(kind, spec, name, array, rows, number)
+        if one.parts[0] == "lm_head" and "lm_head" not in top:
+            continue  # a tied model may have a copy of its embedding
         count = 1 if stack_axis is None else array.shape[stack_axis]
         for index in range(count):
             layer = None if one.parts[0] in TOP else one.first + one.stride * (index if one.is_stacked else number)
             if layer is not None and layer >= spec.num_layers:
                 raise ModelLoadError(f"{name} is of layer {layer}, and the config has {spec.num_layers} layers")
             for part in one.parts:
+                if layer is not None and part not in of_layers[layer]:
+                    raise ModelLoadError(f"params has a leaf {name} ({part}), which layer {layer} has not")
                 parts[part, layer] = _Source(name, array, one, stack_axis, index)
     return parts
 
 
+def _reads_earlier_keys(spec: DecoderSpec, layer: int) -> bool:
+    return layer < len(spec.kv_sources) and spec.kv_sources[layer] is not None
+
+
 def _fitting(
-    kind: Kind, spec: DecoderSpec, name: str, array: Any, rows: tuple[Row, ...]
+    kind: Kind, spec: DecoderSpec, name: str, array: Any, rows: tuple[Row, ...], layer: int
 ) -> tuple[Row, int | None]:
     """The row whose shape the array has, and its axis of stacked layers. Raises ModelLoadError."""
-    shape = tuple(array.shape)
+    shape, sizes = tuple(array.shape), axis_sizes(spec)
+    of_layer = sizes[min(layer, len(sizes) - 1)]  # a layer too many is refused later
     if isinstance(array, jax.Array) and array.is_deleted():
         raise ModelLoadError(f"{name} has been deleted, for example by donating it to a jitted function")
     for one in rows:
-        expected = row_shape(one, spec)
+        expected = row_shape(one, of_layer)
         if not one.is_stacked:
             if shape == expected or (one.parts == (EMBED,) and shape[1:] == expected[1:] and shape[0] > expected[0]):
                 return one, None
@@ -253,14 +278,15 @@ def _fitting(
                 return one, axis
     first = rows[0]
     more = ", with an axis of layers" if first.is_stacked else ""
-    raise ModelLoadError(f"{name} has shape {list(shape)}, the config calls for {list(row_shape(first, spec))}{more}")
+    wanted = list(row_shape(first, of_layer))
+    raise ModelLoadError(f"{name} has shape {list(shape)}, the config calls for {wanted}{more}")
 
 
 def _check_complete(kind: Kind, spec: DecoderSpec, parts: Mapping[_Place, _Source]) -> None:
-    layer_parts, top = parts_of(spec)
-    for place in itertools.chain(
-        ((part, None) for part in sorted(top)), itertools.product(sorted(layer_parts), range(spec.num_layers))
-    ):
+    of_layers, top = parts_of(spec)
+    every = sorted(frozenset().union(*of_layers))
+    in_layers = ((part, i) for part in every for i, own in enumerate(of_layers) if part in own)
+    for place in itertools.chain(((part, None) for part in sorted(top)), in_layers):
         if place not in parts:
             part, layer = place
             like = next((one.name for one in kind.rows(spec) if part in one.parts), part)
@@ -319,19 +345,21 @@ class _Plan:
         leaves = {LeafPlace(EMBED): self._vector(EMBED, None)}
         for layer in range(self.spec.num_layers):
             leaves |= {LeafPlace(name, layer): leaf for name, leaf in self._layer(layer)}
-        for norm in LAYER_NORMS:
-            if (norm, 0) in self.parts:
-                leaves[LeafPlace(norm)] = self._norms(norm)
-        leaves[LeafPlace("final_norm")] = self._vector("final_norm", None)
-        if ("lm_head", None) in self.parts:
-            leaves[LeafPlace("lm_head")] = self._matrix("lm_head", None)
+        for part in STACKED:
+            if (part, 0) in self.parts:
+                leaves[LeafPlace(part)] = self._stacked(part)
+        for part in TOP:
+            if (part, None) in self.parts and part != EMBED:
+                make = self._matrix if part in MATRICES else self._vector
+                leaves[LeafPlace(part)] = make(part, None)
         return TrainerTree(self.kind.name, self.spec, self.result_layout, self.dtype, leaves)
 
     def _layer(self, layer: int) -> Iterator[tuple[str, TreeLeaf]]:
-        spec, layout = self.spec, self.result_layout
-        heads = (spec.num_kv_heads, spec.q_per_kv + 2, spec.head_dim)
-        if layout.split_qkv:
-            yield from ((part, self._matrix(part, layer)) for part in "qkv")
+        spec, layout, parts = self.spec, self.result_layout, parts_of(self.spec)[0][layer]
+        own = spec.of_layer(layer)
+        heads = (own.num_kv_heads, own.q_per_kv + 2, own.head_dim)
+        if layout.split_qkv or "v" not in parts:
+            yield from ((part, self._matrix(part, layer)) for part in "qkv" if part in parts)
         else:
             yield "qkv", self._joined("qkv", "qkv", layer, (*heads, spec.hidden_size))
         yield "o", self._matrix("o", layer)
@@ -342,8 +370,7 @@ class _Plan:
         yield "down", self._matrix("down", layer)
         if spec.qkv_bias:
             yield "qkv_bias", self._joined(("q_bias", "k_bias", "v_bias"), "qkv", layer, heads)
-        if spec.qk_norm is not None:
-            yield from ((part, self._vector(part, layer)) for part in ("q_norm", "k_norm"))
+        yield from ((part, self._vector(part, layer)) for part in ("q_norm", "k_norm", *UNLIKE) if part in parts)
 
     def _matrix(self, part: str, layer: int | None) -> TreeLeaf:
         """A matrix, in its order of `orders`."""
@@ -351,51 +378,56 @@ class _Plan:
         if source.is_plain and source.letters == order and source.array.dtype == self.dtype:
             return TreeLeaf((source.name,), (source.array,), (0,), None)
         outputs, inputs = MATRICES[part]
-        sizes = [self._size(letters) for letters in (outputs, inputs)]
+        sizes = [self._size(letters, layer) for letters in (outputs, inputs)]
         shape = tuple(sizes if order == outputs + inputs else sizes[::-1])
-        return self._copy([source], [self._step(source, part, order, shape)], "one", shape)
+        return self._copy([source], [self._step(source, part, order, shape, layer)], "one", shape)
 
     def _vector(self, part: str, layer: int | None) -> TreeLeaf:
-        """A vector of one layer or of none, or the embedding."""
-        source = self.parts[part, layer]
-        shape = tuple(self._size(letter) for letter in order_of(part))
-        fits = source.letters == order_of(part) and tuple(source.array.shape) == shape
+        """A vector of one layer or of none, or a matrix that has the engine's own axes."""
+        source, order = self.parts[part, layer], order_of(part)
+        shape = tuple(self._size(letter, layer) for letter in order)
+        fits = source.letters == order and (tuple(source.array.shape) == shape or part == EXPERT_GATE_UP)
         if source.is_plain and fits and source.array.dtype == self.dtype:
             return TreeLeaf((source.name,), (source.array,), (0,), None)
-        return self._copy([source], [self._step(source, part, order_of(part), shape)], "one", shape)
+        return self._copy([source], [self._step(source, part, order, shape, layer)], "one", shape)
 
-    def _norms(self, part: str) -> TreeLeaf:
-        """A norm's vectors, stacked over layers."""
-        sources, width = [self.parts[part, i] for i in range(self.spec.num_layers)], self.spec.hidden_size
+    def _stacked(self, part: str) -> TreeLeaf:
+        """A norm's vectors or a number, stacked over layers."""
+        sources, width = [self.parts[part, i] for i in range(self.spec.num_layers)], self._size(order_of(part), 0)
         first, shape = sources[0], (self.spec.num_layers, width)
         alone = all(source.array is first.array for source in sources) and first.stack_axis == 0
         plain = first.row.offset == 0 and first.row.stride == 1 and isinstance(first.array, jax.Array)
         if alone and plain and first.array.dtype == self.dtype and tuple(first.array.shape) == shape:
             return TreeLeaf((first.name,), (first.array,), (0,), None)
-        return self._copy(sources, [self._step(one, part, "d", (width,)) for one in sources], "stack", shape)
+        steps = [self._step(one, part, order_of(part), (width,), 0) for one in sources]
+        return self._copy(sources, steps, "stack", shape)
 
     def _joined(self, parts: Any, join: str, layer: int, shape: tuple[int, ...]) -> TreeLeaf:
         sources = [self.parts[part, layer] for part in parts]
         steps = [
-            self._step(source, part, order, tuple(self._size(letter) for letter in order))
+            self._step(source, part, order, tuple(self._size(letter, layer) for letter in order), layer)
             for part, source in zip(parts, sources, strict=True)
             for order in [order_of(part)]
         ]
         return self._copy(sources, steps, join, shape)
 
     def _gate_up(self, layer: int) -> TreeLeaf:
-        shape = (2, self.spec.intermediate_size, self.spec.hidden_size)
+        shape = (2, self.spec.width(layer), self.spec.hidden_size)
         gate, up = (self.parts[part, layer] for part in ("gate", "up"))
         both = gate.array is up.array and gate.letters == "cfd" and gate.stack_axis is None
         if both and isinstance(gate.array, jax.Array) and gate.array.dtype == self.dtype:
             return TreeLeaf((gate.name,), (gate.array,), (0,), None)
         return self._joined(("gate", "up"), "stack", layer, shape)
 
-    def _size(self, letters: str) -> int:
-        sizes = axis_sizes(self.spec)
-        return int(np.prod([sizes[letter] for letter in letters]))
+    @functools.cached_property
+    def sizes(self) -> tuple[Mapping[str, int], ...]:
+        """Size of each letter's axis, for every layer."""
+        return axis_sizes(self.spec)
 
-    def _step(self, source: _Source, part: str, order: str, shape: tuple[int, ...]) -> Step:
+    def _size(self, letters: str, layer: int | None) -> int:
+        return math.prod(self.sizes[layer or 0][letter] for letter in letters)
+
+    def _step(self, source: _Source, part: str, order: str, shape: tuple[int, ...], layer: int | None) -> Step:
         one = source.row
         shared = one.parts.index(part) if len(one.parts) > 1 else None
         letters = one.letters.replace("c", "")
@@ -407,7 +439,7 @@ class _Plan:
         return Step(
             stack_axis=source.stack_axis,
             shared=shared,
-            axes=tuple(self._size(letter) for letter in letters),
+            axes=tuple(self._size(letter, layer) for letter in letters),
             crop=crop,
             order=tuple(letters.index(letter) for letter in order),
             head_axis=order.index("h") if one.interleaved else None,

@@ -2,14 +2,22 @@
 
 Letters of axes: d hidden size, n query heads, k KV heads, h head size, f intermediate size, v vocabulary, c parts that
 share one array. Letters without a space between them are one axis: "d nh" has two axes, "d n h" has three.
+
+Models with unlike layers (Gemma 3n, Gemma 4) have more letters. Per-layer embeddings: p size, y size of all layers, w
+vocabulary. Experts: e their number, b gate and up, i intermediate size. AltUp and LAuReL: s, t, u streams, r rank, x
+hidden size as an output. A single number: o.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
 
-from jpaged.models.spec import DecoderSpec, QKNorm
+import numpy as np
+
+from jpaged.loading.live import SPLITS
+from jpaged.models.spec import DecoderSpec, param_shapes
 
 # Parts of a model, with their output axes and input axes. The engine's own order is outputs, then inputs.
 MATRICES: Mapping[str, tuple[str, str]] = {
@@ -17,13 +25,30 @@ MATRICES: Mapping[str, tuple[str, str]] = {
     "gate": ("f", "d"), "up": ("f", "d"), "down": ("d", "f"), "lm_head": ("v", "d"),
 }  # fmt: skip
 LAYER_NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
-VECTORS: Mapping[str, str] = {
-    **dict.fromkeys((*LAYER_NORMS, "final_norm"), "d"), "q_norm": "h", "k_norm": "h",
-    "q_bias": "nh", "k_bias": "kh", "v_bias": "kh",
+_MORE_NORMS = (
+    "layer_out_norm", "router_norm", "dense_out_norm", "sparse_norm", "sparse_out_norm", "altup_scale",
+    "altup_router_norm", "laurel_norm",
+)  # fmt: skip
+STACKED = (*LAYER_NORMS, *_MORE_NORMS, "layer_scalar")  # the engine's leaf has an axis of layers
+# Leaves of unlike layers, and of their models, with the engine's own axes
+UNLIKE: Mapping[str, str] = {
+    "layer_in": "p d", "layer_out": "d p", "router": "e d", "router_scale": "e", "expert_gate_up": "e bi d",
+    "expert_down": "e d i", "altup_router": "s d", "altup_predict": "st u", "altup_correct": "s t",
+    "laurel_left": "r d", "laurel_right": "d r",
 }  # fmt: skip
+_STREAMS = tuple(f"altup_{kind}_{i}" for kind in ("in", "out") for i in range(7))
+UNLIKE_TOP: Mapping[str, str] = {
+    "layer_embed": "w y", "layer_embed_in": "y d", "layer_embed_norm": "p", **dict.fromkeys(_STREAMS, "x d"),
+}  # fmt: skip
+VECTORS: Mapping[str, str] = {
+    **dict.fromkeys((*LAYER_NORMS, *_MORE_NORMS, "final_norm"), "d"), "q_norm": "h", "k_norm": "h",
+    "q_bias": "nh", "k_bias": "kh", "v_bias": "kh", "layer_scalar": "o",
+}  # fmt: skip
+_OWN_AXES = {**VECTORS, **UNLIKE, **UNLIKE_TOP}
 EMBED = "embed"
-TOP = (EMBED, "final_norm", "lm_head")  # parts that belong to no layer
+TOP = (EMBED, "final_norm", "lm_head", *UNLIKE_TOP)  # parts that belong to no layer
 _WHOLE = "vd"
+_FUSED = SPLITS | {"qkv_bias": ("q_bias", "k_bias", "v_bias")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,22 +97,34 @@ class Kind:
 
 
 def row(name: str, part: str, axes: str = "", **more: float | bool | int) -> Row:
-    """A row. part: one, or several with commas. axes: default those of a vector."""
+    """A row. part: one, or several with commas. axes: default those of a vector, or of a leaf of unlike layers."""
     parts = tuple(part.split(","))
-    return Row(name, parts, axes or VECTORS[parts[0]], **more)  # ty: ignore[invalid-argument-type]
+    return Row(name, parts, axes or _OWN_AXES[parts[0]], **more)  # ty: ignore[invalid-argument-type]
 
 
-def axis_sizes(spec: DecoderSpec) -> dict[str, int]:
-    """Size of each letter's axis."""
-    return {
-        "d": spec.hidden_size, "n": spec.num_heads, "k": spec.num_kv_heads, "h": spec.head_dim,
-        "f": spec.intermediate_size, "v": spec.vocab_size,
-    }  # fmt: skip
+@functools.lru_cache(maxsize=16)
+def axis_sizes(spec: DecoderSpec) -> tuple[Mapping[str, int], ...]:
+    """Size of each letter's axis, for every layer. They differ in models with unlike layers."""
+    more = {"x": spec.hidden_size, "b": 2, "o": 1, "r": spec.laurel_rank}
+    if spec.layer_embed is not None:
+        size = spec.layer_embed.size
+        more |= {"p": size, "y": spec.num_layers * size, "w": spec.layer_embed.vocab_size}
+    if spec.experts is not None:
+        more |= {"e": spec.experts.num, "i": spec.experts.intermediate_size}
+    if spec.altup is not None:
+        more |= dict.fromkeys("stu", spec.altup.streams)
+    return tuple(
+        more | {
+            "d": own.hidden_size, "n": own.num_heads, "k": own.num_kv_heads, "h": own.head_dim,
+            "f": own.intermediate_size, "v": own.vocab_size,
+        }
+        for own in map(spec.of_layer, range(max(1, spec.num_layers)))
+    )  # fmt: skip
 
 
-def row_shape(row: Row, spec: DecoderSpec) -> tuple[int, ...]:
-    """Shape of the row's array, without the axis of stacked layers."""
-    sizes = axis_sizes(spec) | {"c": len(row.parts)}
+def row_shape(row: Row, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of the row's array, without the axis of stacked layers. sizes: of the layer's axes."""
+    sizes = {**sizes, "c": len(row.parts)}
     return tuple(math.prod(sizes[letter] for letter in axis) for axis in row.axes.split())
 
 
@@ -95,19 +132,17 @@ def order_of(part: str) -> str:
     """Letters of a part in the engine's own order."""
     if part == EMBED:
         return _WHOLE
-    return "".join(MATRICES[part]) if part in MATRICES else VECTORS[part]
+    if part in MATRICES:
+        return "".join(MATRICES[part])
+    return _OWN_AXES[part].replace(" ", "")
 
 
-def parts_of(spec: DecoderSpec) -> tuple[set[str], set[str]]:
-    """The parts that a model has: of every layer, and outside of the layers."""
-    layer = {*MATRICES, *LAYER_NORMS} - {"lm_head"}
-    if spec.norm_position.value != "sandwich":
-        layer -= {"attn_out_norm", "mlp_out_norm"}
-    if spec.qk_norm is QKNorm.HEAD:
-        layer |= {"q_norm", "k_norm"}
-    if spec.qkv_bias:
-        layer |= {"q_bias", "k_bias", "v_bias"}
-    top = {EMBED, "final_norm"}
-    if not (spec.tie_embeddings or spec.pools):
-        top.add("lm_head")
-    return layer, top
+@functools.lru_cache(maxsize=16)
+def parts_of(spec: DecoderSpec) -> tuple[tuple[frozenset[str], ...], frozenset[str]]:
+    """The parts that a model has: of each layer, and outside of the layers."""
+    tree = param_shapes(spec, np.float32)
+    stacked = tree.keys() & set(STACKED)
+    layers = tuple(
+        frozenset(stacked.union(*(_FUSED.get(name, (name,)) for name in layer))) for layer in tree["layers"]
+    )
+    return layers, frozenset(tree.keys() - stacked - {"layers"})

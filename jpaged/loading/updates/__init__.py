@@ -54,11 +54,6 @@ def prepare(
         known = "the dictionary is empty: pass a tree of arrays, or all arrays by Hugging Face's names"
         raise RequestError("weights", "{}", known)
     is_tree = isinstance(weights, Mapping) and ("layers" in weights or not any("." in str(name) for name in weights))
-    if engine.spec.layer_kv and (is_tree or is_trainer_tree(weights)):
-        raise ModelLoadError(
-            "a tree of live arrays of a model whose layers have unlike keys and values is not read yet: pass arrays by "
-            "Hugging Face's names, or the path of a checkpoint"
-        )
     if is_trainer_tree(weights):
         refuse_layout(layout)
         of_trainer = prepare_trainer(weights, engine)

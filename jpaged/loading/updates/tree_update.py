@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from jpaged.errors import ModelLoadError
-from jpaged.loading.live import SPLITS, LiveParams, check_live, layout_shapes
+from jpaged.loading.live import EXPERT_GATE_UP, SPLITS, LiveParams, check_live, layout_shapes
 from jpaged.loading.updates.engine_weights import EngineWeights
 from jpaged.models.new_leaves import LeafSlot, NewLeaf
 from jpaged.models.quantization import LeafPlacer
@@ -24,6 +24,7 @@ from jpaged.models.sharding import SplitWeight
 from jpaged.models.spec import DecoderSpec, WeightLayout
 from jpaged.models.stages import PerStage, StagedPlacer
 
+_MERGED = ("o", EXPERT_GATE_UP)  # live arrays of these may have other axes, and are no parts of a fused leaf
 _WHOLE = {part: leaf for leaf, parts in SPLITS.items() for part in parts}
 
 
@@ -44,7 +45,7 @@ def _new_leaf(layer: int | None, name: str, live: LiveParams, engine: EngineWeig
     same = name in given and turned[0] == turned[1]
     if same and engine.fits(layer, name, given[name]):
         return NewLeaf(layer, name, functools.partial(_same, layer, sources), by_reference=True)
-    change = None if same else LayoutChange(engine.spec, name, live.layout, engine.layout)
+    change = None if same else LayoutChange.of(engine.spec, layer, name, live.layout, engine.layout)
     return engine.on_device(NewLeaf(layer, name, functools.partial(_made, layer, name, sources, change, engine)))
 
 
@@ -111,6 +112,8 @@ def check_sources(layer: int | None, sources: Mapping[str, jax.Array]) -> None:
 
 def in_layout(leaf: NewLeaf, engine: EngineWeights) -> list[NewLeaf]:
     """The leaves of the engine's layout, from a dense leaf of the default layout. A part makes the whole leaf first."""
+    if leaf.name in _MERGED:
+        leaf = _with_axes_of_slot(leaf, engine)
     if engine.layout == WeightLayout():
         return [leaf]
     splits = {"qkv": engine.layout.split_qkv, "gate_up": engine.layout.split_gate_up}
@@ -119,7 +122,7 @@ def in_layout(leaf: NewLeaf, engine: EngineWeights) -> list[NewLeaf]:
         return [leaf]
 
     def part_of(name: str) -> NewLeaf:
-        change = LayoutChange(engine.spec, name, WeightLayout(), engine.layout)
+        change = LayoutChange.of(engine.spec, leaf.layer, name, WeightLayout(), engine.layout)
         slot, placer = engine.slot(leaf.layer, name), engine.placer.of_layer(leaf.layer)
         make = lambda: placed(name, _changed({leaf.name: leaf.make()}, change=change), slot, placer)  # noqa: E731
         return dataclasses.replace(leaf, name=name, make=make)
@@ -127,19 +130,44 @@ def in_layout(leaf: NewLeaf, engine: EngineWeights) -> list[NewLeaf]:
     return [part_of(name) for name in names]
 
 
+def _with_axes_of_slot(leaf: NewLeaf, engine: EngineWeights) -> NewLeaf:
+    """The same leaf, with the axes that the engine's array has."""
+    slot, placer = engine.slot(leaf.layer, leaf.name), engine.placer.of_layer(leaf.layer)
+
+    def make() -> Any:
+        made = leaf.make()
+        if not (isinstance(made, jax.Array) and isinstance(slot, LeafSlot)) or made.ndim == len(slot.shape):
+            return made
+        return placed(leaf.name, made, slot, placer)
+
+    return dataclasses.replace(leaf, make=make)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayoutChange:
     """Makes one leaf of a tree from the leaves of a tree with another layout. Static: an argument of a program."""
 
     spec: DecoderSpec
+    layer: int  # the first layer with the leaf's sizes, so that equal layers share a program
     name: str
     given: WeightLayout
     wanted: WeightLayout
 
+    @classmethod
+    def of(
+        cls, spec: DecoderSpec, layer: int | None, name: str, given: WeightLayout, wanted: WeightLayout
+    ) -> "LayoutChange":
+        """The change of a layer's leaf. layer: None for a leaf outside of `layers`."""
+        same = 0
+        if spec.layer_kv and layer is not None:
+            kinds = [(kv, spec.width(i)) for i, kv in enumerate(spec.layer_kv)]
+            same = kinds.index(kinds[layer])
+        return cls(spec, same, name, given, wanted)
+
     def __call__(self, sources: dict[str, Shaped[Array, "..."]]) -> Shaped[Array, "..."]:
         """The leaf. sources: by name, one matrix or the parts of a fused one."""
         shapes = layout_shapes(self.spec, jnp.float32, self.given)
-        of_layer = shapes["layers"][0] if shapes["layers"] else {}
+        of_layer = shapes["layers"][self.layer] if shapes["layers"] else {}
         # A matrix of the caller may have an axis of heads and one of head_dim
         flat = {n: leaf.reshape(of_layer[n].shape) if n in _WHOLE or n == "o" else leaf for n, leaf in sources.items()}
         upright = {n: leaf.T if n in self.given.transposed else leaf for n, leaf in flat.items()}
@@ -154,7 +182,8 @@ class LayoutChange:
     def _joined(self, parts: list[Shaped[Array, "rows in"]]) -> Shaped[Array, "..."]:
         if self.name == "gate_up":
             return jnp.stack(parts)
-        heads, dim = self.spec.num_kv_heads, self.spec.head_dim
+        of_layer = self.spec.of_layer(self.layer)
+        heads, dim = of_layer.num_kv_heads, of_layer.head_dim
         return jnp.concatenate([part.reshape(heads, -1, dim, part.shape[-1]) for part in parts], axis=1)
 
     def _part(self, whole: Shaped[Array, "..."]) -> Shaped[Array, "rows in"]:

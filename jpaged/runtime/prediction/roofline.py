@@ -32,8 +32,10 @@ KERNEL_SECONDS = {"gpu": 2.5e-6, "tpu": 0.5e-6}  # a small kernel in a CUDA grap
 COMMAND_SECONDS = 10e-6   # a command that the host sends
 BYTES_SHARE = 0.8         # share of the bandwidth that a kernel reaches
 PRODUCTS_SHARE = 0.6      # share of the matrix units' rate that a matmul reaches
+_EVERY_TOKEN = ("layer_embed_in", "altup_in", "altup_out")
 PAGED = re.compile("paged_|write_")  # names of kernels that read or write KV pages
-_DECODE = ("paged_decode", "paged_decode_merge")
+_MERGE = "paged_decode_merge"
+_DECODE = ("paged_decode", _MERGE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +102,8 @@ def predict(build: FittedBuild, target: Target, loads: Sequence[Load], *, progre
     """Compile the programs that serve `loads` and the largest mixed program, and predict their times.
 
     build: placed on `target`. progress: show a bar. Loads that no program can serve are skipped. Raises
-    ModelLoadError if the target's rates are unknown, its compiler is not installed, the model pools, or its layers have
-    unlike keys and values.
+    ModelLoadError if the target's rates are unknown, its compiler is not installed, or the model pools.
     """
-    if build.blueprint.model.spec.layer_kv:
-        raise ModelLoadError("roofline: layers with unlike keys and values are not predicted yet: leave it out")
     if target.missing is not None:
         raise ModelLoadError(f"roofline: the compiler for {target.device_kind} is in {target.missing}: install it")
     num_devices = build.blueprint.placement.shards.num_devices
@@ -233,7 +232,8 @@ def _of_load(
     build: FittedBuild, shape: Shape, load: Load, traffic: Iterable[Traffic]
 ) -> Iterator[tuple[Operation, int, int]]:
     """Each operation with its bytes and FLOPs. Of KV pages and experts, only the part that the load reads counts."""
-    layer = -1
+    layer, unlike = -1, bool(build.blueprint.model.spec.layer_kv)
+    reads: collections.Counter[str] = collections.Counter()  # number of kernels that read pages, by name
     unread = itertools.cycle(_unread_bytes(build, shape, load, name) for name in ("expert_gate_up", "expert_down"))
     for one in traffic:
         name = one.operation.kernel
@@ -244,8 +244,13 @@ def _of_load(
                 # Predicted chunks and verify steps have no row of one token, so the device skips the branch with
                 # these kernels.
                 continue
-            # with context parallelism a layer has `write_qkv` for a device's own tokens, then `write_kv` for all
-            layer += name.startswith("write_") and (shape.token_parts == 1 or name == "write_kv")
+            if unlike:  # some layers write nothing: they read an earlier layer's pages
+                begun = max(reads.values(), default=0)
+                layer = begun if name.startswith("write_") else begun - 1 if name == _MERGE else reads[name]
+                reads[name] += not name.startswith("write_") and name != _MERGE
+            else:
+                # with context parallelism a layer has `write_qkv` for a device's own tokens, then `write_kv` for all
+                layer += name.startswith("write_") and (shape.token_parts == 1 or name == "write_kv")
             yield one.operation, *_of_kernel(build, shape, load, name, layer)
         else:
             yield one.operation, one.read + one.written, one.flops
@@ -253,8 +258,8 @@ def _of_load(
 
 def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, layer: int) -> tuple[int, int]:
     """Bytes and FLOPs of a paged kernel, on one device."""
-    spec, item = build.blueprint.local_spec, build.blueprint.dtype.itemsize
-    keys, key_bytes = _keys(build, load, layer), _token_bytes(build)
+    whole, item = build.blueprint.local_spec, build.blueprint.dtype.itemsize
+    spec, keys, key_bytes = whole.of_layer(layer), _keys(build, load, layer), _token_bytes(build, layer)
     tokens = shape.tokens // shape.token_parts
     queries = tokens * spec.num_heads * spec.head_dim * item
     if name == "write_kv" and shape.token_parts > 1:
@@ -262,7 +267,7 @@ def _of_kernel(build: FittedBuild, shape: ForwardShape, load: Load, name: str, l
     if name.startswith("write_"):
         return 2 * (queries + tokens * key_bytes), 0
     if name in _DECODE:
-        splits = Tiling.by_rule(spec.head_dim, item).splits(load.context, spec.windows[layer], spec.num_kv_heads)
+        splits = Tiling.by_rule(spec.head_dim, item).splits(load.context, whole.windows[layer], spec.num_kv_heads)
         parts = load.rows * splits * spec.num_heads * (spec.head_dim + 1) * 4 if splits > 1 else 0
         return queries + parts + (load.rows * keys * key_bytes if name == "paged_decode" else 0), 0
     if load.drafts:
@@ -283,10 +288,11 @@ def _keys(build: FittedBuild, load: Load, layer: int) -> int:
     return load.context if window is None else min(window, load.context)
 
 
-def _token_bytes(build: FittedBuild) -> int:
-    """KV bytes of a token in one layer on one device."""
-    limits = build.limits
-    return build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
+def _token_bytes(build: FittedBuild, layer: int) -> int:
+    """KV bytes of a token in a layer on one device. With unlike layers, a part of the page."""
+    limits, parts = build.limits, build.blueprint.local_spec.page_parts
+    of_page = build.blueprint.block_bytes // (limits.block_size * limits.kv_groups.num_arrays)
+    return of_page // parts[layer] if parts else of_page
 
 
 def experts_read(spec: DecoderSpec, shape: Shape, load: Load) -> float | None:
@@ -319,7 +325,9 @@ def least_bytes(build: FittedBuild, shape: Shape, load: Load) -> int:
     model = build.blueprint.model
     if not isinstance(shape, ForwardShape):
         return tree_bytes(lm_head_params(model.spec, model.params))
-    keys = sum(_keys(build, load, layer) for layer in range(model.spec.num_layers))
+    kv = sum(_keys(build, load, layer) * _token_bytes(build, layer) for layer in range(model.spec.num_layers))
     sparse = sum(model.spec.is_sparse(layer) for layer in range(model.spec.num_layers))
     weights = tree_bytes(model.params["layers"]) - sparse * _unread_bytes(build, shape, load, "expert_")
-    return weights + load.rows * keys * _token_bytes(build)
+    # matrices outside of the layers that every token is multiplied by
+    weights += tree_bytes({name: leaf for name, leaf in model.params.items() if name.startswith(_EVERY_TOKEN)})
+    return weights + load.rows * kv
