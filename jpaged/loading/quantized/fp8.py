@@ -4,7 +4,7 @@ Method fp8 (Transformers, DeepSeek, Qwen): weight F8_E4M3[out, in] and weight_sc
 weight_scale of one number or of [out, 1]. In spite of the name, weight = code * weight_scale_inv.
 
 DeepSeek V4's release names it scale, and stores powers of two (E8M0). With expert_dtype fp4, its routed experts are in
-MXFP4: weight I8[out, in / 2] and scale F8_E8M0[out, in / 32]. Source: Transformers 5.24, finegrained_fp8.py.
+MXFP4: weight I8[out, in / 2] and scale F8_E8M0[out, in / 32]. Source: fine-grained fp8 of Transformers 5.24.
 """
 
 import dataclasses
