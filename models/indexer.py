@@ -54,7 +54,12 @@ class IndexQueries:
 
 
 def columns_of_keys(spec: DecoderSpec) -> int | None:
-    """Numbers of a token's vector in the pages before the indexer's key; None: the model has no indexer."""
+    """Numbers of a line of the pages that queries are multiplied with, if attention reads single lines; else None.
+
+    With an indexer (`spec.Latent`), those before the indexer's key. In DeepSeek V4, all.
+    """
+    if spec.compressed is not None:
+        return spec.head_dim
     return None if spec.indexer is None else spec.head_dim - spec.indexer.head_dim
 
 

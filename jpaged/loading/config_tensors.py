@@ -19,7 +19,7 @@ from jpaged.loading.quantized.matrix_tensors import Header
 from jpaged.loading.safetensors_file import TensorEntry
 from jpaged.models.families.base import Family, LeafTensors, NamedRule
 from jpaged.models.quantization import EXPERTS, LEAVES
-from jpaged.models.spec import DecoderSpec, param_shapes
+from jpaged.models.spec import HASHED, DecoderSpec, param_shapes
 from pallas_kernels import QuantizedWeight
 
 
@@ -56,7 +56,7 @@ class DeclaredCheckpoint:
         return name in self._entries
 
     def entry(self, name: str) -> TensorEntry:
-        """Shape of a tensor. Its dtype and position have no meaning."""
+        """Shape of a tensor. Its dtype is one that loading accepts, and its position has no meaning."""
         return self._entries[name]
 
     def path(self, name: str) -> Path:
@@ -90,7 +90,7 @@ class DeclaredCheckpoint:
 
     def _add(self, leaf: LeafTensors, tensor: NamedRule, shape: tuple[int, ...]) -> None:
         name = tensor.name
-        self._entries[name] = TensorEntry(name, "BF16", shape, 0, 0)
+        self._entries[name] = TensorEntry(name, "I32" if leaf.leaf == HASHED else "BF16", shape, 0, 0)
         if leaf.leaf not in LEAVES:
             return
         if self._is_mxfp4 and leaf.leaf in EXPERTS and tensor.rule.all_experts:

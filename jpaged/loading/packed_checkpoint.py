@@ -31,6 +31,7 @@ from jpaged.models.families.config import QUANT_METHODS
 from pallas_kernels.quantized_dot.weight import FP4_NUMBERS, PLAIN_DTYPES, QuantizedWeight
 
 _FORMATS = dict(zip(QUANT_METHODS, (Awq, Gptq, CompressedTensors, Fp8, ModelOpt), strict=True))
+EXPERT_DTYPE = "expert_dtype"
 _ACTIVATIONS = np.dtype(ml_dtypes.bfloat16)
 _CHUNK = 1 << 22  # numbers that are dequantised at once: 16 MiB of float32
 
@@ -40,7 +41,10 @@ def format_of(values: Mapping[str, Any]) -> Format:
     method = method_of(values)
     if method not in _FORMATS:
         raise refused("quant_method", method, f"must be {' or '.join(QUANT_METHODS)}")
-    return _FORMATS[method](Values(values[CONFIG]))
+    config = values[CONFIG]
+    if method == "fp8" and values.get(EXPERT_DTYPE) is not None:  # DeepSeek V4 has it outside of quantization_config
+        config = {EXPERT_DTYPE: values[EXPERT_DTYPE], **config}
+    return _FORMATS[method](Values(config))
 
 
 class PackedCheckpoint:
@@ -115,7 +119,7 @@ class PackedCheckpoint:
             self._checkpoint.release(name)
             return
         parts = self._parts[name]
-        for part in (self._headers[name].codes, *self._format.parts):
+        for part in (self._headers[name].codes, *self._format.parts, *self._format.hidden):
             if part in parts:
                 self._checkpoint.release(parts.name(part))
 

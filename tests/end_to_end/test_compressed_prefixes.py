@@ -1,4 +1,6 @@
-"""DeepSeek V4 in the engine: a prompt whose prefix is cached gets the bits of one that is computed whole."""
+"""DeepSeek V4 in the engine: cached prefixes change no bit, and the kernels for NVIDIA give Transformers' answers."""
+
+import json
 
 import numpy as np
 import pytest
@@ -40,3 +42,21 @@ def test_cold_equals_warm(tmp_path):
                 hits.append(cached)
         assert {cached % 32 for cached in hits if cached} == {0, 16}
         assert hits[-1] >= 128
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # in interpret mode the programs of three buckets compile for a minute
+def test_kernels_for_nvidia_give_the_recorded_answers(tmp_path):
+    """The programs of a GPU, in interpret mode: prompts of 1 to 131 tokens, in chunks next to decodes."""
+    variant = BY_NAME["deepseek-v4"]
+    golden = json.loads(variant.answers.read_text())
+    assert write_checkpoint(variant, golden["seed"], tmp_path) == golden["sha256"], "another checkpoint"
+    params = SamplingParams(temperature=0, max_tokens=variant.num_tokens, ignore_eos=True, logprobs=5)
+    options = {"row_buckets": (8,), "token_buckets": (64,), "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    with LLM(str(tmp_path), dtype="float32", max_model_len=256, attention_implementation="triton", **options) as llm:
+        prompts = [{"prompt_token_ids": answer["prompt"]} for answer in golden["answers"]]
+        for answer, output in zip(golden["answers"], llm.generate(prompts, params, use_tqdm=False), strict=True):
+            completion = output.outputs[0]
+            assert completion.token_ids == answer["tokens"]
+            for token, wanted, step in zip(answer["tokens"], answer["logprobs"], completion.logprobs, strict=True):
+                assert step[token].logprob == pytest.approx(wanted, abs=1e-4)

@@ -75,7 +75,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray], fp8: frozenset
     codes = {
         "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "uint8": "U8", "int8": "I8",
         "int16": "I16", "int32": "I32", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-        "bool": "BOOL",
+        "bool": "BOOL", "float8_e8m0fnu": "F8_E8M0",
     }  # fmt: skip
     header, offset = {}, 0
     for name, tensor in tensors.items():

@@ -253,7 +253,7 @@ def test_an_unknown_model_is_told_the_nearest_one(values: dict[str, Any], neares
         ("deepseek-v4-release", {"compress_ratios": [0, 4, 64]}, "compress_ratios=.* must be a list of 0, 4 and 128"),
         ("deepseek-v4", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported: sqrtsoftplus or"),
         ("deepseek-v4", {"n_shared_experts": 2}, "n_shared_experts=2 is not supported"),
-        ("deepseek-v4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* is not supported"),
+        ("deepseek-v4", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method='mxfp4' is not supported"),
         ("deepseek-v4", {"o_groups": 3}, "o_groups=3 must divide num_attention_heads=4"),
         ("deepseek-v4", {"index_head_dim": 32}, "index_head_dim=32 must be from 8, the rotated dimensions"),
         ("deepseek-v4", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not"),

@@ -6,6 +6,7 @@ engines cover all ways. tests/support/packers.py writes the same bytes as the fo
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jpaged.loading.checkpoint import Checkpoint
 from jpaged.loading.gguf_blocks import KEPT
 from jpaged.loading.packed_checkpoint import PackedCheckpoint
 from jpaged.models.quantization import quantized_parts
+from jpaged.planning import plan
 from tests.golden.checkpoints import BY_NAME, Variant, prompts, write_checkpoint, write_safetensors
 from tests.golden.tensor_shapes import tensor_shapes
 from tests.loading.ggml_blocks import HALVES, blocks_of
@@ -316,6 +318,48 @@ ROWS = [
     *(pytest.param(write, id=name, marks=[SLOW] * (name != "gguf")) for name, write in TABLE.items()),
     *(pytest.param(write, id=name, marks=SLOW) for name, write in MORE.items()),
 ]
+# DeepSeek V4 as it is released: matrices of several blocks in fp8, experts in MXFP4
+_RELEASE = BY_NAME["deepseek-v4-release"]
+RELEASE = dataclasses.replace(
+    _RELEASE, config=_RELEASE.config | {"expert_dtype": "fp4", "hidden_size": 160, "q_lora_rank": 136}
+)
+RELEASED_FP8 = re.compile(r".*\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|.*\.shared_experts\.w\d")
+
+
+def released(folder: Path) -> tuple[Path, Path]:
+    config = {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    }  # fmt: skip
+    modules = [name.removesuffix(".weight") for name in tensor_shapes(RELEASE.config)]
+    packs = {module: packers.released_fp8 for module in modules if RELEASED_FP8.fullmatch(module)}
+    packs |= {module: packers.released_fp4 for module in modules if ".experts." in module}
+    return model(config, packs, RELEASE)(folder)
+
+
+# two engines of a model that compiles slowly
+ROWS.append(pytest.param(released, id="deepseek v4", marks=[SLOW, pytest.mark.timeout(900)]))
+
+
+def test_a_released_deepseek_v4_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    """Experts stay in fp4, and other matrices in fp8, with scales that are exact in bfloat16."""
+    packed, plain = released(tmp_path)
+    load = lambda path: load_model(EngineConfig(model=str(path), dtype="float32", quantized_activations="float")).params  # noqa: E731
+    loaded = load(packed)
+    assert {(weight.kind, weight.scales.dtype.name) for weight in quantized_parts(loaded)} == {
+        ("fp4", "bfloat16"), ("fp8", "bfloat16")
+    }  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, dense(loaded), load(plain))
+
+
+def test_a_plan_knows_the_formats_of_deepseek_v4(tmp_path: Path) -> None:
+    """Without weights, config.json alone says how many bytes they take. `expert_dtype` is outside of the method."""
+    packed, _ = released(tmp_path)
+    with_files = plan(str(packed), {"max_model_len": 64}, target="h200").weight_bytes
+    (packed / "model.safetensors").unlink()
+    assert plan(str(packed), {"max_model_len": 64}, target="h200").weight_bytes == with_files
+
+
 OPTIONS: dict[str, Any] = {
     "max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "row_buckets": (8,), "token_buckets": (64,),
     "dtype": "float32", "enable_prefix_caching": False,

@@ -59,7 +59,9 @@ def of_tokens(whole: CompressedProjection, tokens: np.ndarray) -> CompressedProj
     return dataclasses.replace(whole, q=cut(whole.q), k=cut(whole.k), inputs=inputs, index=index)
 
 
-def in_chunks(whole: CompressedProjection, chunks: list[tuple[int, int]]) -> np.ndarray:
+def in_chunks(
+    whole: CompressedProjection, chunks: list[tuple[int, int]], implementation: str = "cpu"
+) -> np.ndarray:
     """Attention of two sequences over pages. chunks: tokens of both rows in each step."""
     kind, kv_groups = whole.kind, decide_limits(SPEC, CONFIG, "cpu").kv_groups
     pages = KVFormat(np.dtype(np.float32)).create_pages(SPEC, kv_groups, BLOCK, 20, None)[0]
@@ -75,14 +77,17 @@ def in_chunks(whole: CompressedProjection, chunks: list[tuple[int, int]]) -> np.
         starts = np.array([0, lens[0], lens.sum()], np.int32)
         rows = KVGroupRows(TABLES, slots, np.where(lens, done + lens, 0).astype(np.int32), starts)
         of_state = StateRows(put(np.array([2, 0], np.int32)), put(done.copy()), put(starts), TOKENS)
-        found, (pages, state) = RUN(of_tokens(whole, tokens), (pages, state), (rows, of_state))
+        found, (pages, state) = RUN[implementation](of_tokens(whole, tokens), (pages, state), (rows, of_state))
         out[tokens] = np.asarray(found)[: len(tokens)]
         done += lens
     assert done.tolist() == list(LENGTHS)
     return out
 
 
-RUN = jax.jit(functools.partial(attend_compressed, block_size=BLOCK, implementation="cpu"))
+RUN = {
+    name: jax.jit(functools.partial(attend_compressed, block_size=BLOCK, implementation=name))
+    for name in ("cpu", "triton")
+}
 CONFIG = EngineConfig(model="", block_size=BLOCK, max_model_len=80)
 
 
@@ -103,6 +108,15 @@ def test_chunks_give_the_attention_of_whole_sequences(layer: int) -> None:
     np.testing.assert_allclose(long, np.concatenate(halves), atol=2e-5, rtol=2e-5)
     mixed = in_chunks(whole, [(1, 31), (30, 1), (1, 7), (13, 1), (3, 29)] + [(1, 1)] * 5 + [(25, 6)])
     assert np.array_equal(long, mixed), "an answer's bits depend on its chunks"
+
+
+@pytest.mark.parametrize("layer", [1, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 2))])
+def test_kernels_for_nvidia_give_the_attention_of_cpus(layer: int) -> None:
+    """In interpret mode, with larger steps: sparse layers, then those without entries and those with heavy ones."""
+    whole = projection(SPEC.recurrence.of_layer(layer), sum(LENGTHS))
+    chunks = [(1, 31), (30, 1), (1, 7), *[(16, 16)] * 2, (11, 0)]
+    found = in_chunks(whole, chunks, "triton")
+    np.testing.assert_allclose(found, in_chunks(whole, chunks), atol=2e-5, rtol=2e-5)
 
 
 def test_an_entry_is_a_softmax_over_its_tokens() -> None:
@@ -138,8 +152,9 @@ def test_options_that_do_not_work_are_refused(name: str) -> None:
 
 
 def test_devices_and_blocks_that_do_not_work_are_refused() -> None:
-    with pytest.raises(ModelLoadError, match="compressed attention, which does not run on GPUs and TPUs yet"):
-        decide_limits(SPEC, CONFIG, "gpu")
+    with pytest.raises(ModelLoadError, match="compressed attention, which does not run on TPUs yet"):
+        decide_limits(SPEC, CONFIG, "tpu")
+    decide_limits(SPEC, CONFIG, "gpu")
     odd = dataclasses.replace(SPEC, recurrence=dataclasses.replace(SPEC.recurrence, ratios=(4, 12)))
     with pytest.raises(ModelLoadError, match="block_size=8: must be a multiple or a divisor of the 12 tokens"):
         decide_limits(odd, CONFIG, "cpu")

@@ -19,6 +19,8 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.kv_groups import group_layers
+from jpaged.models.compressed_spec import Entries
+from jpaged.models.families import spec_of
 from jpaged.models.recurrent_spec import GatedDelta, KimiDelta, Mamba2, ShortConv
 from jpaged.models.spec import DecoderSpec, Experts, Indexer, Latent, LayerKV, QKNorm, Rope, WeightLayout, param_shapes
 from jpaged.runtime.compile.blueprint import Blueprint, ServedModel
@@ -44,6 +46,13 @@ LATENT = dataclasses.replace(
 SPARSE = dataclasses.replace(
     LATENT, head_dim=704, latent=dataclasses.replace(LATENT.latent, q_rank=512, indexer=Indexer(16, 128, top_k=128))
 )
+# DeepSeek V4: a layer without entries, a sparse one and a heavy one, with heads and entries as in the releases
+COMPRESSED = spec_of({
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_hidden_layers": 3, "vocab_size": 512,
+    "hidden_size": 1024, "n_routed_experts": 8, "moe_intermediate_size": 256, "num_hash_layers": 0,
+    "hc_sinkhorn_iters": 2, "layer_types": [kind.value for kind in Entries],
+    "max_position_embeddings": SPEC.max_position,
+})  # fmt: skip
 # Six layers of two kinds, in three KV groups over two page arrays. Three layers write and read each array in turn.
 MIXED = (96, 96, None, 96, 96, None)
 # For the first layers of these: half a page each, a whole page, and none
@@ -114,7 +123,8 @@ def compiled(
     )
     if target != "cpu":
         mesh = (V5E if target.startswith("v5e") else H200).tracing()
-    snapshots, verify_tokens = (0, 0) if recurrence is None else (SNAPSHOTS, VERIFY.tokens)
+    snapshots = 0 if recurrence is None else SNAPSHOTS
+    verify_tokens = 0 if recurrence is None or spec.compressed is not None else VERIFY.tokens
     state = state_shapes(spec, kv_groups, sizes(blocks, snapshots, verify_tokens), dtype=dtype, placement=placement)
     params = placement.shapes_of(param_shapes(spec, dtype))
     if isinstance(shape, AdvanceShape):
@@ -243,6 +253,27 @@ def test_latent_pages_are_not_copied_for_kernels(base, shape):
     names = set(re.findall(r'name = "(\w+)", num_stages', text))
     assert {"write_kv", "paged_decode"} <= names
     assert ("paged_prefill" in names) == (base is LATENT and shape is PREFILL)
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, id=str(shape), marks=[*DEVICELESS, *[pytest.mark.slow] * slow])
+              for shape, slow in ((DECODE, False), (PREFILL, True))]
+)  # fmt: skip
+def test_entries_and_their_inputs_are_not_copied(shape):
+    """DeepSeek V4 keeps entries in the pages, and their inputs in a state. The decode kernel reads single lines."""
+    blocks, (none, *of_entries) = 16 * BLOCKS, (COMPRESSED.mixers(i)[1] for i in range(3))
+    program = compiled(
+        "h200 kernels", shape, blocks, base=COMPRESSED, recurrence=COMPRESSED.recurrence, experts=COMPRESSED.experts,
+        windows=COMPRESSED.sliding_window,
+    )  # fmt: skip
+    assert none.state_shapes(jnp.bfloat16) == ()
+    inputs = [2 * kind.span * kind.input_size * (ROWS + SNAPSHOTS) for kind in of_entries]
+    pool = 2 * blocks * COMPRESSED.lines(BLOCK_SIZE) * COMPRESSED.head_dim
+    text, memory = program.as_text(), program.memory_analysis()
+    assert large_moves(text, min(inputs)) == []
+    assert memory.temp_size_in_bytes < max(inputs) < pool // 2
+    assert memory.alias_size_in_bytes >= pool + sum(inputs)
+    assert set(re.findall(r'name = "(\w+)", num_stages', text)) == {"paged_decode", "grouped_dot"}
 
 
 RECURRENCES = {"gated DeltaNet": DELTA, "Kimi delta": KIMI, "short convolution": CONV, "Mamba-2": MAMBA}

@@ -170,6 +170,24 @@ def mxfp4(values: np.ndarray) -> tuple[Parts, np.ndarray]:
     return {"weight_packed": store_fp4(codes), "weight_scale": (exponents + 127).astype(np.uint8)}, dense
 
 
+def released_fp4(values: np.ndarray) -> tuple[Parts, np.ndarray]:
+    """An expert of DeepSeek V4's release: MXFP4 under other names and dtypes."""
+    parts, dense = mxfp4(values)
+    scale = parts["weight_scale"].view(ml_dtypes.float8_e8m0fnu)
+    return {"weight": parts["weight_packed"].view(np.int8), "scale": scale}, dense
+
+
+def released_fp8(values: np.ndarray) -> tuple[Parts, np.ndarray]:
+    """Another matrix of DeepSeek V4's release: fp8, with a power of two for each block of 128 x 128."""
+    rows, columns = (np.arange(size) // 128 for size in values.shape)
+    most = np.zeros((rows[-1] + 1, columns[-1] + 1), np.float32)
+    np.maximum.at(most, (rows[:, None], columns), np.abs(values))
+    scales = np.exp2(np.ceil(np.log2(most / 448))).astype(np.float32)
+    codes = (values / scales[rows[:, None], columns]).astype(ml_dtypes.float8_e4m3fn)
+    dense = codes.astype(np.float32) * scales[rows[:, None], columns]
+    return {"weight": codes, "scale": scales.astype(ml_dtypes.float8_e8m0fnu)}, dense
+
+
 def nearest(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The codes of the nearest numbers of fp4, uint8[out, in], and the weights that they represent."""
     by_group = values.reshape(*scales.shape, -1) / scales[..., None]

@@ -80,16 +80,21 @@ def mxfp4_header(parts: Parts, because: str) -> Header:
     return mxfp4_declared(shape)
 
 
-def mxfp4_declared(shape: tuple[int, int]) -> Header:
+def mxfp4_in_bytes(parts: Parts, codes: str, scales: str, because: str) -> Header:
+    """Check a matrix in MXFP4 with codes I8[out, in / 2] and scales F8_E8M0 (DeepSeek V4). Raises ModelLoadError."""
+    return mxfp4_declared(_check_headers(parts, codes, because, ("F8_E8M0",), MXFP4_GROUP, "I8", scales), codes)
+
+
+def mxfp4_declared(shape: tuple[int, int], codes: str = "weight_packed") -> Header:
     """A matrix [out, in] in MXFP4, without its tensors."""
-    return Header("weight_packed", shape, "fp4", 4, MXFP4_GROUP, "BF16", None)
+    return Header(codes, shape, "fp4", 4, MXFP4_GROUP, "BF16", None)
 
 
-def mxfp4_scales(parts: Parts) -> Float[np.ndarray, "out groups"]:
-    """Return the part weight_scale in bfloat16. Raises ModelLoadError for a byte that means NaN."""
-    scales = parts.array("weight_scale").view(np.uint8)
+def mxfp4_scales(parts: Parts, part: str = "weight_scale") -> Float[np.ndarray, "out groups"]:
+    """Return the scales in bfloat16. Raises ModelLoadError for a byte that means NaN."""
+    scales = parts.array(part).view(np.uint8)
     if (scales == _NAN).any():
-        raise parts.damaged("weight_scale", f"a byte {_NAN}, which means NaN")
+        raise parts.damaged(part, f"a byte {_NAN}, which means NaN")
     return _POWERS[scales]
 
 
@@ -135,12 +140,16 @@ def _weight(codes: Any, scales: Any) -> QuantizedWeight:
 
 
 def _check_headers(
-    parts: Parts, codes: str, because: str, scales: tuple[str, ...], group: int
-) -> tuple[int, int]:
-    """Check codes and weight_scale. Returns the shape of the weights, [out, in]."""
-    outputs, half = parts.matrix(codes, because, ("U8",))
+    parts: Parts, codes: str, because: str, scales: tuple[str, ...], group: int, dtype: str = "U8",
+    of_scales: str = "weight_scale",
+) -> tuple[int, int]:  # fmt: skip
+    """Check codes and scales. Returns the shape of the weights, [out, in].
+
+    scales: dtypes of the part `of_scales`. dtype: of the part `codes`.
+    """
+    outputs, half = parts.matrix(codes, because, (dtype,))
     inputs = 2 * half
     if inputs % group:
-        raise parts.wrong(codes, f"U8[out, in / 2] with a multiple of {group} inputs")
-    parts.check("weight_scale", because, scales, (outputs, inputs // group), meaning=f"out, in / {group}")
+        raise parts.wrong(codes, f"{dtype}[out, in / 2] with a multiple of {group} inputs")
+    parts.check(of_scales, because, scales, (outputs, inputs // group), meaning=f"out, in / {group}")
     return outputs, inputs

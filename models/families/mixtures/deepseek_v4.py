@@ -63,7 +63,6 @@ def _deepseek_v4(config: CheckpointConfig) -> DecoderSpec:
         config.refuse(name, only)
     for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         config.refuse(name, False)
-    config.refuse("quantization_config")
     config.refuse("hidden_act", "silu")
     config = config.with_defaults(
         vocab_size=129_280, hidden_size=4096, moe_intermediate_size=2048, num_hidden_layers=43, num_attention_heads=64,
