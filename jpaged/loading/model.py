@@ -336,6 +336,8 @@ def _from_live(
     if not is_engine_tree(params):
         if spec.attention_gate:
             raise ModelLoadError(_NO_SPLIT_GATES)
+        if spec.layer_kv and config.enable_lora:  # before `read_tree` copies anything
+            raise ModelLoadError(_NO_SPLIT_ADAPTERS)
         refuse_layout(layout)
         tree = read_tree(spec, params)
         spec, params, layout = tree.spec, tree.params, tree.layout

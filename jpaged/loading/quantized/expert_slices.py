@@ -127,8 +127,8 @@ class ExpertSlices:
         if not fits or not whole or outputs % count:
             raise ModelLoadError(
                 f"{self.path(name)}: {scales.name} {list(scales.shape)} does not fit {name} {list(entry.shape)}: it "
-                "must be [experts, 1, 1], [experts, out, 1], or have the blocks of weight_block_size, none of which "
-                "is partly of gate and partly of up: use another quantization of the model"
+                "must be [experts, 1, 1], [experts, out, 1], or have the blocks of weight_block_size, and no block may "
+                "have outputs of both gate and up: use another quantization of the model"
             )
         head = name.rpartition(".")[0]
         for expert in range(entry.shape[0]):
