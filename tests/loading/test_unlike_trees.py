@@ -112,9 +112,9 @@ def test_an_engine_answers_as_with_the_checkpoint(tmp_path: Path, name: str, mak
 
 def test_refused_by_leaf(tmp_path: Path) -> None:
     write_checkpoint(BY_NAME["gemma4"], 0, tmp_path)
-    spec, stored = spec_of(BY_NAME["gemma4"].config), load_file(tmp_path / "model.safetensors")
-    tensors = {name: jnp.asarray(array) for name, array in stored.items()}
-    zeros = lambda *shape: jnp.asarray(np.zeros(shape, np.float32))  # noqa: E731
+    spec = spec_of(BY_NAME["gemma4"].config)
+    tensors = jax.device_put(load_file(tmp_path / "model.safetensors"))
+    zeros = lambda *shape: jax.device_put(np.zeros(shape, np.float32))  # noqa: E731
     v = "model.layers.1.self_attn.v_proj.weight"
     for changed, message in [
         ({"model.layers.self_attn.q_proj.weight": zeros(6, 64, 64)}, r"q_proj\.weight is stacked over layers"),
@@ -135,7 +135,7 @@ def test_refused_by_leaf(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters_need_the_engine_s_own_tree_and_unused_keys_are_left(tmp_path: Path) -> None:
     models, (checkpoint, _) = written("gemma4", tmp_path)
-    tensors = {name: jnp.asarray(array) for name, array in checkpoint.tensors.items()}
+    tensors = jax.device_put(checkpoint.tensors)
     tensors["model.layers.5.self_attn.k_proj.weight"] = jnp.zeros((2, 2))  # no layer reads these keys
     assert read_tree(models[0].spec, tensors).num_by_reference
     live = load_model(dataclasses.replace(LIVE, enable_lora=True), models[0].params, models[0].spec)
