@@ -223,13 +223,17 @@ def test_8_bit_pages_against_dense_attention(name, kind, tmp_path):
 
 
 def test_parts_of_an_fp8_page_have_its_scale():
-    pages = KVPages.create(2, 8, 2, 32, FP8, fp8_scales=np.full((2, 2), 0.5, np.float32))
-    assert pages_of_layer(pages, 2, 32) is pages
-    view = pages_of_layer(pages, 4, 8)
-    assert (view.num_blocks, view.scales.shape) == (4, (2, 4))
-    keys = jnp.linspace(-9, 9, 32, dtype=jnp.float32).reshape(1, 4, 8)
-    read, values = view.scatter(keys, -keys, jnp.array([19])).gather(jnp.array([[2]]), jnp.float32)
-    np.testing.assert_array_equal(read[0, :, 3], to_fp8(keys[0], jnp.float32(0.5)).astype(jnp.float32) * 0.5)
+    @jax.jit
+    def write_and_read(keys):
+        pages = KVPages.create(2, 8, 2, 32, FP8, fp8_scales=np.full((2, 2), 0.5, np.float32))
+        assert pages_of_layer(pages, 2, 32) is pages
+        view = pages_of_layer(pages, 4, 8)
+        assert (view.num_blocks, view.scales.shape) == (4, (2, 4))
+        written = view.scatter(keys, -keys, jnp.array([19]))
+        return *written.gather(jnp.array([[2]]), jnp.float32), to_fp8(keys[0], jnp.float32(0.5)).astype(jnp.float32)
+
+    read, values, rounded = map(np.asarray, write_and_read(np.linspace(-9, 9, 32, dtype=np.float32).reshape(1, 4, 8)))
+    np.testing.assert_array_equal(read[0, :, 3], rounded * np.float32(0.5))
     np.testing.assert_array_equal(values, -read)
 
 

@@ -341,6 +341,7 @@ def released(folder: Path) -> tuple[Path, Path]:
 ROWS.append(pytest.param(released, id="deepseek v4", marks=[SLOW, pytest.mark.timeout(900)]))
 
 
+@SLOW
 def test_a_released_deepseek_v4_is_read_as_it_is_stored(tmp_path: Path) -> None:
     """Experts stay in fp4, and other matrices in fp8, with scales that are exact in bfloat16."""
     packed, plain = released(tmp_path)
