@@ -12,7 +12,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 # Before jax is imported anywhere, in child processes of tests too.
@@ -37,7 +36,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = pathlib.Path(__file__).parents[1]
-MOST_MAPPINGS = 25_000  # see `_free_mappings`
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 if hasattr(LIBC, "mallopt"):
@@ -147,32 +145,6 @@ def _free_programs() -> Iterator[None]:
     gc.freeze()
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)  # glibc keeps freed memory otherwise
-
-
-def _num_mappings() -> int:
-    """Memory mappings of this process. 0 where the system does not say it."""
-    maps = pathlib.Path("/proc/self/maps")
-    return maps.read_bytes().count(b"\n") if maps.exists() else 0
-
-
-@pytest.fixture(autouse=True)
-def _free_mappings() -> Iterator[None]:
-    """Free what a module has compiled before the module ends, if it is much.
-
-    A process may have 65,530 memory mappings (vm.max_map_count), and a program of tests/parallel has about 500. With
-    none left, LLVM cannot load another program, and the process ends with a segmentation fault.
-    """
-    began = time.monotonic()
-    yield
-    # only long tests compile much: the others need not count, which takes a millisecond for 1,000 mappings
-    if time.monotonic() - began > 0.5 and _num_mappings() > MOST_MAPPINGS:
-        import jax
-
-        from tests.support.shared_programs import forget_programs
-
-        forget_programs()
-        jax.clear_caches()
-        gc.collect()
 
 
 @pytest.fixture
