@@ -154,11 +154,12 @@ def test_a_score_does_not_depend_on_the_row(labels, dtype):
     )  # fmt: skip
     rng = np.random.default_rng(0)
     params = {"final_norm": np.ones(1024), "score": rng.normal(size=(labels, 1024))}
-    params = {name: jnp.asarray(value, dtype) for name, value in params.items()}
+    put = lambda value: jax.device_put(value.astype(jnp.dtype(dtype)))  # noqa: E731
+    params = {name: put(value) for name, value in params.items()}
     run = jax.jit(lambda hidden: lm_head(spec, params, hidden))
     for rows in (8, 9, 13, 33):
         for _ in range(4):
-            scores = np.asarray(run(jnp.asarray(np.tile(rng.normal(size=1024), (rows, 1)), dtype)))
+            scores = np.asarray(run(put(np.tile(rng.normal(size=1024), (rows, 1)))))
             assert scores.shape == (rows, labels)
             assert (scores == scores[0]).all()
 
@@ -194,6 +195,7 @@ def test_random_requests_compile_nothing_and_leak_no_blocks(bare):
         assert llm.stats().used_blocks == llm.stats().compiles_after_ready == 0
 
 
+@pytest.mark.slow
 def test_a_prompt_may_have_max_model_len_tokens(embedder):
     [output] = embedder.embed({"prompt_token_ids": [7] * 256}, use_tqdm=False)
     assert len(output.outputs.embedding) == 64

@@ -469,9 +469,9 @@ def test_live_arrays_with_separate_queries_are_refused():
     params = random_tree(param_shapes(HYBRID, jnp.float32))
     layers = []
     for layer in params["layers"]:
-        qkv = layer.get("qkv")
+        qkv = None if "qkv" not in layer else np.asarray(layer["qkv"])
         parts = {} if qkv is None else {"q": qkv[:, 2:-2], "k": qkv[:, -2], "v": qkv[:, -1]}
-        parts = {name: leaf.reshape(-1, HYBRID.hidden_size) for name, leaf in parts.items()}
+        parts = {name: jax.device_put(leaf.reshape(-1, HYBRID.hidden_size)) for name, leaf in parts.items()}
         layers.append({name: leaf for name, leaf in layer.items() if name != "qkv"} | parts)
     with pytest.raises(ModelLoadError, match="qkv"):
         load_model(EngineConfig(model="tiny"), params | {"layers": tuple(layers)}, HYBRID)
