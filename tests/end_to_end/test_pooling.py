@@ -195,7 +195,6 @@ def test_random_requests_compile_nothing_and_leak_no_blocks(bare):
         assert llm.stats().used_blocks == llm.stats().compiles_after_ready == 0
 
 
-@pytest.mark.slow
 def test_a_prompt_may_have_max_model_len_tokens(embedder):
     [output] = embedder.embed({"prompt_token_ids": [7] * 256}, use_tqdm=False)
     assert len(output.outputs.embedding) == 64
@@ -370,6 +369,7 @@ def test_a_missing_score_matrix_is_named(classifier, tmp_path):
         LLM(str(tmp_path), **OPTIONS)
 
 
+@pytest.mark.slow
 def test_async_encode_gives_what_embed_gives(bare, embedder):
     asked = golden_prompts(BARE_QWEN3)
     wanted = [output.outputs for output in embedder.embed(asked, use_tqdm=False)]
